@@ -16,11 +16,9 @@ import numpy as np
 import structlog
 
 from drafter_service.auth.connector import ClientAccess, Connector
-from drafter_service.client.connection import ConnectionState, StreamEnd
-from drafter_service.client.grpc_stream import GrpcStream, Stream
-from drafter_service.client.messages import Counters, RefusedError, Welcome, hello_message
-from drafter_service.client.protocol import Protocol, Turn
-from drafter_service.client.socket_stream import SocketStream
+from drafter_service.client.connection import ConnectionState, RefusedError, StreamEnd
+from drafter_service.client.protocol import Counters, Protocol, Turn, Welcome, hello_message
+from drafter_service.client.streams import GrpcStream, SocketStream, Stream
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from drafter_service.transport.address import Address
@@ -173,7 +171,8 @@ class DrafterClient:
         """
         check_sequence_id(sequence_id)
         self._queue(
-            lambda: self._protocol.start(
+            partial(
+                self._protocol.start,
                 sequence_id,
                 prompt,
                 hints=hints,
@@ -198,7 +197,11 @@ class DrafterClient:
         The returned function must be called before any other method. It allows waiting for the drafts of several
         clients at once. Raises ValueError as `draft`.
         """
-        return self._begin(lambda: self._protocol.draft(progress))
+        self._check_process()
+        with self._lock:
+            turn = self._protocol.draft(progress)
+            self._is_waiting = True
+            return partial(self._await_drafts, turn, self._stream, time.monotonic() + self._deadline_s)
 
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
         """Return a draft for a single context that is not a started sequence, as a batch of one sequence.
@@ -217,7 +220,7 @@ class DrafterClient:
             if before is not None:
                 self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
             self._proposed = None
-            self._queue(lambda: self._protocol.start(PROPOSE_ID, text, session_id="propose", learn=False))
+            self._queue(partial(self._protocol.start, PROPOSE_ID, text, session_id="propose", learn=False))
         verified = verified if len(added) else 0
         drafts = self.draft(Progress.of_one(PROPOSE_ID, added, verified=verified, max_draft=limit))
         self._proposed = text, len(drafts.tokens)
@@ -230,7 +233,7 @@ class DrafterClient:
 
         Raises ValueError as `draft`.
         """
-        self._queue(lambda: self._protocol.finish(sequence_id, tokens, verified=verified, steps=steps, learn=learn))
+        self._queue(partial(self._protocol.finish, sequence_id, tokens, verified=verified, steps=steps, learn=learn))
 
     def forget(self, request_id: str) -> None:
         """Forget text learned under a name; running sequences of this name are not learned.
@@ -277,7 +280,6 @@ class DrafterClient:
             self._is_closing = True
             is_heard = self._protocol.pending.may_send
             self._protocol.close()
-            self._send()
             if self._stream is not None:
                 self._stream.end()
             if not is_heard:
@@ -309,11 +311,10 @@ class DrafterClient:
             raise UserError(f"this client belongs to process {self._process}; make another one in each process")
 
     def _queue(self, change: Callable[[], None]) -> None:
-        """Start or finish a sequence, and send the request if the stream allows it now."""
+        """Start or finish a sequence, for whose response no thread waits."""
         self._check_process()
         with self._lock:
             change()
-            self._send()
             self._watch()
 
     def _await_welcome(self) -> None:
@@ -324,15 +325,6 @@ class DrafterClient:
         if failure is not None:
             self.close()
             raise failure
-
-    def _begin(self, begin: Callable[[], Turn]) -> Callable[[], DraftBatch]:
-        """Send the request of a turn, and return a function that waits for its drafts until the deadline."""
-        self._check_process()
-        with self._lock:
-            turn = begin()
-            self._is_waiting = True
-            self._send()
-            return partial(self._await_drafts, turn, self._stream, time.monotonic() + self._deadline_s)
 
     def _await_drafts(self, turn: Turn, stream: Stream | None, until: float) -> DraftBatch:
         """Wait for the drafts of a turn until a time."""
@@ -368,10 +360,6 @@ class DrafterClient:
 
     # Both threads, with the lock.
 
-    def _send(self) -> None:
-        if self._stream is not None and (requests := self._protocol.pending.take_outgoing()):
-            self._stream.send(requests)
-
     def _watch(self) -> None:
         """Let the client's thread receive outstanding responses."""
         if self._stream is not None and self._protocol.pending.has_pending:
@@ -383,7 +371,6 @@ class DrafterClient:
                 if self._own_end is None:
                     self._protocol.receive(response)
                     self._connection.response_received()
-            self._send()
         except (RefusedError, WireError) as problem:
             self._leave(self._connection.end_of(problem))
 
@@ -420,8 +407,7 @@ class DrafterClient:
                 if self._is_closing:
                     return None
                 self.transport = "socket" if isinstance(stream, SocketStream) else "grpc"
-                self._protocol.connected()
-                self._send()
+                self._protocol.connected(stream.send)
                 self._watch()
             stream.pump(self._receive_unless_awaited)
             with self._lock:

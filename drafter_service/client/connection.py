@@ -7,9 +7,7 @@ from random import Random
 
 import grpc
 
-from drafter_service.client.messages import RefusedError
-from drafter_service.transport.absence import NOT_READY, absence, start_one, system_error
-from drafter_service.transport.address import Address
+from drafter_service.transport.address import NOT_READY, Address, absence, start_one, system_error
 from drafter_service.transport.wire import WireError
 from ssd.errors import UserError
 
@@ -29,6 +27,10 @@ REFUSALS = (
 
 ABSENCES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Status codes when nothing answers at an address."""
+
+
+class RefusedError(Exception):
+    """The service refuses this client; the text is its reason."""
 
 
 class AbsentError(UserError):

@@ -1,6 +1,7 @@
-"""Read metadata and tensors of a GGUF file, the format of llama.cpp, with the library gguf.
+"""Read metadata, tensors and the tokenizer of a GGUF file, the format of llama.cpp, with the library gguf.
 
-A GGUF file takes the place of a model folder: it holds what `tokenizer_config.json` and other files hold elsewhere.
+A GGUF file takes the place of a model folder: it holds what `tokenizer_config.json` and other files hold elsewhere. Its
+tokenizer is byte-level BPE, or BPE over scored pieces as SentencePiece has it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssd.errors import UserError, missing_extra
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 MAGIC = b"GGUF"
 ROLES = ("bos", "eos", "unk", "pad", "eot", "eom")
@@ -99,3 +104,152 @@ def gguf_tokenizer_config(path: Path) -> dict[str, Any]:
         if key == prefix or key.startswith(f"{prefix}.")
     ]
     return config
+
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+"""Types of tokens, of `gguf.TokenType`."""
+SPACE = "▁"
+"""The character that stands for a space in SentencePiece vocabularies."""
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+ONE_DIGIT = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST
+THREE_DIGITS = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CAPITALS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How a tokenizer splits text into words, within which tokens are merged."""
+
+    pattern: str | None = None
+    """A regular expression of words; None: that of GPT-2."""
+    has_single_digits: bool = False
+    """Whether each digit is split off first."""
+    prefers_whole_words: bool = False
+    """Whether a word that is a token is that token, whatever the merges."""
+    has_bos: bool = False
+    """Whether prompts begin with a special token, unless the metadata says otherwise."""
+    is_composed: bool = False
+    """Whether text is normalized to NFC."""
+
+
+DIGITS = Splitting(has_single_digits=True)
+LLAMA3 = Splitting(THREE_DIGITS, prefers_whole_words=True, has_bos=True)
+SPLITTINGS = {
+    "gpt-2": Splitting(),
+    "olmo": Splitting(),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), LLAMA3),
+    "smaug-bpe": Splitting(THREE_DIGITS),
+    "qwen2": Splitting(ONE_DIGIT, is_composed=True),
+    "deepseek-r1-qwen": Splitting(ONE_DIGIT),
+    "tekken": Splitting(CAPITALS, prefers_whole_words=True, has_bos=True),
+}
+"""Supported values of `tokenizer.ggml.pre`."""
+
+
+def load_gguf_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a GGUF file. Raises UserError for a missing, damaged or unknown one."""
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError:
+        raise missing_extra("the tokenizer of a model needs tokenizers", "text") from None
+    file = open_gguf(path)
+    kind = file.field("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise UserError(
+            f"{path} has a tokenizer of the kind {kind!r}; only BPE (gpt2) and SentencePiece's BPE (llama) are read, "
+            "so give the model's folder"
+        )
+    try:
+        tokenizer, has_bos = _byte_level(file) if kind == "gpt2" else _scored_pieces(file)
+        _add_special_tokens(tokenizer, file)
+        if file.metadata.get("tokenizer.ggml.add_bos_token", has_bos):
+            _begin_with_bos(tokenizer, file)
+    except UserError:
+        raise
+    except Exception as problem:  # The library raises plain exceptions.
+        raise UserError(f"the tokenizer in {path} cannot be read ({problem}); download or copy it again") from None
+    return tokenizer
+
+
+def _byte_level(file: GgufFile) -> tuple[Tokenizer, bool]:
+    """Return a byte-level BPE tokenizer, and whether its prompts begin with a special token by default."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = file.field("tokenizer.ggml.pre")
+    if name not in SPLITTINGS:
+        raise UserError(
+            f"{file.path} names the pre-tokenizer {name!r}, which is not read; only {', '.join(SPLITTINGS)} are, so "
+            "give the model's folder"
+        )
+    splitting = SPLITTINGS[name]
+    merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
+    model = models.BPE(_vocabulary(file), merges, ignore_merges=splitting.prefers_whole_words)
+    tokenizer = Tokenizer(model)
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.has_single_digits else []
+    if splitting.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if splitting.is_composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, splitting.has_bos
+
+
+def _scored_pieces(file: GgufFile) -> tuple[Tokenizer, bool]:
+    """Return a BPE tokenizer that merges the piece with the highest score first, and True as in `_byte_level`."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, vocabulary = file.tokens(), _vocabulary(file)
+    scores, types = (file.field(f"tokenizer.ggml.{name}") for name in ("scores", "token_type"))
+    pieces = [token for token, kind in enumerate(types) if kind in (NORMAL, USER_DEFINED)]
+    merges = []
+    for token in sorted(pieces, key=lambda each: -scores[each]):
+        text = tokens[token]
+        halves = [(text[:at], text[at:]) for at in range(1, len(text))]
+        merges += [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
+    unknown = file.token_id("unk")
+    unknown_text = None if unknown is None else tokens[unknown]
+    model = models.BPE(vocabulary, merges, unk_token=unknown_text, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    has_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix: list[Any] = [normalizers.Prepend(SPACE)] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    strip: list[Any] = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer, True
+
+
+def _vocabulary(file: GgufFile) -> dict[str, int]:
+    return {text: token for token, text in enumerate(file.field("tokenizer.ggml.tokens"))}
+
+
+def _add_special_tokens(tokenizer: Tokenizer, file: GgufFile) -> None:
+    """Let the tokenizer find tokens of the types CONTROL and USER_DEFINED in texts; only the former are special."""
+    from tokenizers import AddedToken
+
+    kinds = zip(file.tokens(), file.field("tokenizer.ggml.token_type"), strict=True)
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, special=kind == CONTROL, normalized=False)
+            for text, kind in kinds
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
+
+
+def _begin_with_bos(tokenizer: Tokenizer, file: GgufFile) -> None:
+    from tokenizers import processors
+
+    token = file.token_id("bos")
+    if token is not None:
+        text = file.tokens()[token]
+        tokenizer.post_processor = processors.TemplateProcessing(single=[text, "$A"], special_tokens=[(text, token)])

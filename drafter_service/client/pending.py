@@ -12,7 +12,9 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import NamedTuple
 
-from drafter_service.client.messages import OutgoingRequest, RefusedError
+from google.protobuf.message import DecodeError
+
+from drafter_service.client.connection import RefusedError
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError
 
@@ -24,6 +26,9 @@ MAX_BACKOFF_DOUBLINGS = 6
 
 DELAYING_BYTES = 8 << 10
 """A response after requests with this much text may be late because the text has to be indexed."""
+
+Send = Callable[[bytes], None]
+"""Sends a serialized request; never waits."""
 
 
 class Phase(Enum):
@@ -54,8 +59,8 @@ class PendingRequests:
         """Number of draft responses that arrived after the deadline."""
         self._clock = clock
         self._step = 0
+        self._send: Send = lambda _: None
         self._pending: deque[Pending] = deque()
-        self._outgoing: list[OutgoingRequest] = []
         self._awaited: int | None = None
         """Number of the request whose drafts the caller waits for."""
         self._drafts: pb.Drafts | None = None
@@ -84,40 +89,38 @@ class PendingRequests:
         """Seconds since the oldest pending request was sent; 0 without one."""
         return self._clock() - self._pending[0].sent_at if self._pending else 0.0
 
-    def open(self, hello: pb.Hello) -> None:
-        """Begin a new stream with its handshake."""
+    def open(self, hello: pb.Hello, send: Send) -> None:
+        """Begin a new stream with its handshake; `send` is called for each of its requests."""
         self.close()
-        self.phase = Phase.HANDSHAKE
-        self.send(OutgoingRequest(pb.DraftRequest(hello=hello)))
+        self.phase, self._send = Phase.HANDSHAKE, send
+        self.send(pb.DraftRequest(hello=hello))
 
     def close(self) -> None:
         """End the stream, and discard its pending requests."""
         self.phase = Phase.OFFLINE
         self._pending.clear()
-        self._outgoing.clear()
         self._awaited = self._drafts = None
         self._is_late = False
         self._misses = self._backoff_steps = 0
 
-    def send(self, outgoing: OutgoingRequest, *, wants_drafts: bool = False) -> int:
-        """Number a request and queue it for sending; return its number."""
+    def send(self, request: pb.DraftRequest, text_bytes: int = 0, *, wants_drafts: bool = False) -> int:
+        """Number a request and send it; return its number. text_bytes: bytes of text that it starts or ends with."""
         self._step += 1
-        outgoing.request.step = self._step
-        self._pending.append(Pending(self._step, self._clock(), wants_drafts, outgoing.text_bytes))
-        self._outgoing.append(outgoing)
+        request.step = self._step
+        self._pending.append(Pending(self._step, self._clock(), wants_drafts, text_bytes))
+        self._send(request.SerializeToString())
         return self._step
 
-    def take_outgoing(self) -> list[OutgoingRequest]:
-        """Return the queued requests, in order, and empty the queue."""
-        requests, self._outgoing = self._outgoing, []
-        return requests
+    def receive(self, data: bytes) -> pb.DraftResponse:
+        """Return a response, after matching it with the oldest pending request.
 
-    def receive(self, response: pb.DraftResponse) -> None:
-        """Match a response with the oldest pending request.
-
-        Raises RefusedError if the handshake is refused, and WireError for any other error and for a response that does
-        not belong to the oldest pending request.
+        Raises RefusedError if the handshake is refused, and WireError for any other error, for a response that does not
+        belong to the oldest pending request, and for one that cannot be parsed.
         """
+        try:
+            response = pb.DraftResponse.FromString(data)
+        except DecodeError:
+            raise WireError("a message is not a DraftResponse") from None
         if not self._pending or self._pending[0].step != response.step:
             raise WireError(f"response {response.step} is out of order")
         if response.HasField("error"):
@@ -131,6 +134,7 @@ class PendingRequests:
         elif answered.wants_drafts:
             self._is_late = False
             self.dropped += 1
+        return response
 
     def may_request_drafts(self) -> bool:
         """Return whether to request drafts in this step. Call it once per step."""
@@ -144,8 +148,8 @@ class PendingRequests:
     def request_drafts(self, request: pb.DraftRequest) -> int:
         """Send a request whose drafts the caller will wait for; return its number."""
         self._is_delayed = bool(self._pending) and sum(each.text_bytes for each in self._pending) >= DELAYING_BYTES
-        self._awaited = self.send(OutgoingRequest(request), wants_drafts=True)
-        return self._awaited
+        self._awaited = self._step + 1
+        return self.send(request, wants_drafts=True)
 
     def is_waiting(self, step: int) -> bool:
         """Return whether the drafts of a request are outstanding."""

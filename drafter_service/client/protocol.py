@@ -1,7 +1,7 @@
 """The client's side of the protocol, without connections and threads.
 
-Input: calls of the engine and responses of the service. Output: requests and drafts. The caller sends
-`pending.take_outgoing()` after every call. One thread at a time may use it.
+Input: calls of the engine and responses of the service. Output: drafts, and requests, which are passed to the function
+of the stream that sends them. One thread at a time may use it.
 """
 
 from __future__ import annotations
@@ -9,32 +9,37 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from time import monotonic
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from drafter_service.client.messages import (
-    Counters,
-    OutgoingRequest,
-    RefusedError,
-    Welcome,
-    read_draft_response,
-)
-from drafter_service.client.pending import PendingRequests, Phase
-from drafter_service.client.registration import Registration
-from drafter_service.client.sequences import RunningSequences, SequenceInfo
+from drafter_service.client.connection import RefusedError
+from drafter_service.client.identity import process_name
+from drafter_service.client.pending import PendingRequests, Phase, Send
+from drafter_service.client.sequences import TOKEN_BYTES, RemoteSequence, Sequences
+from drafter_service.observability.version import own_version
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
-    MAX_NAME_BYTES,
     MAX_STEP_TIMES,
     PROTOCOL,
+    SHAPE_CODES,
     WireError,
     batch_message,
+    check_engine_name,
+    pack,
+    read_drafts,
+    start_message,
     unpack,
 )
-from ssd.corpus.ring import check_tokens
-from ssd.corpus.rollout import Rollout
-from ssd.types import DraftBatch, Progress, StepTime, check_verified
+from ssd.budget.padding import NO_PADDING, Padding
+from ssd.config import DraftShape, check_cost
+from ssd.corpus.ring import any_of, check_tokens
+from ssd.types import DraftBatch, Progress, StepTime, check_path_prob, check_verified, offsets_of
+
+if TYPE_CHECKING:  # It imports numba.
+    from drafter_service.observability.facts import ModelIdentity
 
 COUNTERS_EVERY = 64
 """Number of batches between two messages with counters."""
@@ -46,12 +51,58 @@ Subset = np.ndarray | slice
 ALL, NONE = slice(None), slice(0)
 
 
+@dataclass(frozen=True)
+class Welcome:
+    """What the service allows a client, as it says when they connect."""
+
+    namespace: str
+    may_learn: bool
+    """Whether the service learns from this client."""
+    max_draft: int
+    """Maximum number of tokens in a draft."""
+    max_sequences: int
+    """Maximum number of running sequences that have drafts; 0: unknown."""
+    max_tokens: int
+    """Maximum sum of their tokens, prompts included; 0: unknown."""
+
+
+@dataclass
+class Counters:
+    """Totals since the client was made."""
+
+    timeouts: int = 0
+    """Late steps: steps without drafts because the service was late, or was not called after it had been late."""
+    dropped: int = 0
+    """Responses that arrived after the deadline."""
+    resyncs: int = 0
+    """Running sequences that were registered again because the service had lost them."""
+    reconnects: int = 0
+    """Connections after the first."""
+    malformed: int = 0
+    """Drafts that were too long, outside the vocabulary, or not well formed."""
+    unlearned: int = 0
+    """Finished sequences that were discarded instead of learned, because the queue was full."""
+
+    def message(self) -> pb.ClientCounters:
+        """Return the counters that are sent to the service."""
+        return pb.ClientCounters(
+            timeouts=self.timeouts, dropped=self.dropped, resyncs=self.resyncs, reconnects=self.reconnects
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """One request for drafts by the engine, from its call to its drafts."""
 
-    rows: np.ndarray
-    """int64 [B]: rows of the sequences."""
+    ids_as_bytes: bytes
+    """The engine's ids of the sequences."""
+    changes: int
+    """`Sequences.changes` when the following two were read."""
+    sequences: list[RemoteSequence]
+    wire_ids: bytes
+    """u64 [B], as in messages: ids of the sequences at the service."""
+    offered: np.ndarray
+    """uint32 [B]: number of tokens of each sequence's draft: the last one, and after the turn the new one."""
     limits: np.ndarray
     """uint32 [B]: maximum number of draft tokens."""
     requested: Subset = field(default_factory=lambda: NONE)
@@ -81,14 +132,15 @@ class Protocol:
         """Durations of steps that no request has had room for."""
         self._pause_steps = 0
         """`DraftBatch.pause_steps` of the responses since drafts were last returned."""
-        self._running = RunningSequences(self._vocab_size)
-        self._registration = Registration(self._running, self.pending)
+        self.sequences = Sequences(self.pending)
+        self._last: Turn | None = None
+        """The last turn: the next batch usually has the same sequences."""
 
     @property
     def counters(self) -> Counters:
         """Totals since the client was made."""
         self._counters.dropped = self.pending.dropped
-        self._counters.unlearned = self._registration.discarded
+        self._counters.unlearned = self.sequences.discarded
         return self._counters
 
     @property
@@ -98,38 +150,19 @@ class Protocol:
 
     # Calls of the engine.
 
-    def start(
-        self,
-        sequence_id: int,
-        prompt: np.ndarray,
-        *,
-        hints: np.ndarray | None = None,
-        session_id: str | None = None,
-        request_id: str | None = None,
-        learn: bool = True,
-        rollout: Rollout | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """Begin a sequence.
+    def start(self, sequence_id: int, prompt: np.ndarray, **options: object) -> None:
+        """Begin a sequence; prompt and options: as in `start_message`.
 
         Raises ValueError for an id in use, a token id that is reserved or outside the model's vocabulary, and a name
         that is too long.
         """
-        if sequence_id in self._running.row_of:
+        if sequence_id in self.sequences.running:
             raise ValueError(f"sequence {sequence_id} is already running")
-        check_tokens(prompt, self._vocab_size)
-        hints = np.array([] if hints is None else hints, np.uint32)
-        check_tokens(hints, self._vocab_size)
-        for what, name in (("session_id", session_id), ("request_id", request_id)):
-            if name is not None and len(name.encode()) > MAX_NAME_BYTES:
-                raise ValueError(f"{what} has {len(name.encode())} bytes; the maximum is {MAX_NAME_BYTES}")
+        info = start_message(prompt, **options, shadow=self._shadow, vocab_size=self._vocab_size)  # type: ignore[arg-type]
         self._started += 1
         # A sequence that is registered again keeps its name, so that it is learned once.
-        name = request_id or f"{self._name}-{self._started}"
-        info = SequenceInfo(
-            np.array(prompt, np.uint32), hints, session_id or "", name, learn, self._shadow, rollout, seed
-        )
-        self._registration.start(self._running.add(sequence_id, info))
+        info.request_id = info.request_id or f"{self._name}-{self._started}"
+        self.sequences.start(sequence_id, info)
 
     def draft(self, progress: Progress) -> Turn:
         """Record committed tokens, and request drafts.
@@ -137,27 +170,30 @@ class Protocol:
         Call `settle` once `is_settled`, or at the deadline. Raises ValueError as `Progress.check`, and for a token id
         outside the model's vocabulary.
         """
-        batch = self._running.batch_of(progress)
-        rows = batch.rows
-        turn = Turn(rows, progress.max_draft)
+        turn = self._turn_of(progress)
         may_request = self.pending.may_request_drafts()
+        sequences, behind = turn.sequences, self.sequences.behind
         if self._unsent_times:
             progress = replace(progress, step_times=[*self._unsent_times, *progress.step_times])
         self._unsent_times = ()
-        if may_request and batch.are_current:
-            self._running.forward(batch, progress)
-            self._request_drafts(turn, ALL, progress, batch.wire_ids)
+        if may_request and sequences and behind.isdisjoint(sequences):
+            self._request_drafts(turn, ALL, progress, turn.wire_ids)
+            for sequence, tokens in zip(sequences, _split(progress), strict=True):
+                sequence.text += tokens
+                sequence.sent = len(sequence.text)
             return turn
-        self._running.commit(rows, progress)
-        registered = self._running.are_registered(rows).nonzero()[0]
-        if may_request and len(registered):
-            unsent = self._running.take_unsent(rows[registered], registered, progress)
-            self._request_drafts(turn, registered, unsent)
+        steps = [1] * len(sequences) if progress.steps is None else progress.steps.tolist()
+        for sequence, *committed in zip(sequences, _split(progress), progress.verified.tolist(), steps, strict=True):
+            sequence.commit(*committed)
+        behind.update(sequences)
+        registered = [index for index, sequence in enumerate(sequences) if sequence.wire_id]
+        if may_request and registered:
+            self._request_unsent(turn, np.array(registered, np.int64), progress)
         else:
             self._unsent_times = progress.step_times[-MAX_STEP_TIMES:]
-            if not may_request and len(rows):
+            if not may_request and sequences:
                 self._counters.timeouts += self.pending.phase is Phase.READY
-        self._registration.send_running()  # After the batch, so that the batch does not wait for it.
+        self.sequences.send_starts()  # After the batch, so that the batch does not wait for it.
         return turn
 
     def is_settled(self, turn: Turn) -> bool:
@@ -170,64 +206,64 @@ class Protocol:
         if drafts is None:
             drafts = DraftBatch.empty(len(turn.limits))
         drafts.pause_steps, self._pause_steps = self._pause_steps, 0
-        self._running.set_offered(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])
+        turn.offered = drafts.offsets[1:] - drafts.offsets[:-1]
+        for sequence, offered in zip(turn.sequences, turn.offered.tolist(), strict=True):
+            sequence.offered = offered
         return drafts
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, steps: int, learn: bool) -> None:
         """End a sequence. Raises ValueError as `Drafter.finish`."""
-        running = self._running
         check_tokens(tokens, self._vocab_size)
-        row = running.row_of.get(sequence_id)
-        rows = np.array([] if row is None else [row], np.int64)
-        check_verified(sequence_id, verified, dict(zip([sequence_id], running.offered(rows), strict=False)))
-        running.commit(rows, Progress.of_one(sequence_id, tokens, verified=verified, steps=steps))
-        self._registration.finish(running.remove(sequence_id, learn))
+        sequence = self.sequences.running.get(sequence_id)
+        check_verified(sequence_id, verified, {} if sequence is None else {sequence_id: sequence.offered})
+        assert sequence is not None
+        sequence.commit(pack(tokens, "u4"), verified, steps)
+        sequence.info.learn &= learn
+        self.sequences.finish(sequence_id)
 
     def forget(self, request_id: str) -> None:
         """Prevent learning from sequences of this name that were not sent completely."""
-        self._registration.forget(request_id)
+        self.sequences.forget(request_id)
 
     def send_draft_counts(self, counts: pb.DraftCounts) -> None:
         """Send counts of draft tokens that this process has drafted."""
         if self.pending.may_send:
-            self.pending.send(OutgoingRequest(pb.DraftRequest(draft_counts=counts)))
+            self.pending.send(pb.DraftRequest(draft_counts=counts))
 
     def close(self) -> None:
         """Send the ends of all finished sequences, and the counters. Running sequences are not learned."""
         if self.pending.may_send:
-            while self._registration.send_finished():
+            while self.sequences.send_ends():
                 pass
-            self.pending.send(OutgoingRequest(pb.DraftRequest(counters=self.counters.message())))
+            self.pending.send(pb.DraftRequest(counters=self.counters.message()))
 
     # Events of the connection.
 
-    def connected(self) -> None:
-        """Begin a stream. Only the hello is sent until it is answered."""
-        hello = pb.Hello()
-        hello.CopyFrom(self._hello)
-        self.pending.open(hello)
+    def connected(self, send: Send) -> None:
+        """Begin a stream whose requests are passed to `send`. Only the hello is sent until it is answered."""
+        self.pending.open(self._hello, send)
 
-    def receive(self, response: pb.DraftResponse) -> None:
-        """Process a response.
+    def receive(self, data: bytes) -> None:
+        """Process a serialized response.
 
         Raises RefusedError if the service refuses this client, and WireError if it violates the protocol; the caller
         then closes the stream.
         """
         is_handshake = self.pending.phase is not Phase.READY
-        self.pending.receive(response)
+        response = self.pending.receive(data)
         if is_handshake:
             self._receive_welcome(response.welcome)
         else:
             self._pause_steps = max(self._pause_steps, response.drafts.pause_steps)  # Of late responses, too.
             lost = {*unpack(response.lost_ids, "u8", "lost_ids").tolist()} if response.lost_ids else NO_IDS
-            self._counters.resyncs += self._registration.answered(response.step, lost)
-        self._registration.send_finished()
-        self._registration.send_running()
+            self._counters.resyncs += self.sequences.answered(response.step, lost)
+        self.sequences.send_ends()
+        self.sequences.send_starts()
 
     def disconnected(self) -> None:
         """Record that the stream has ended, so that the service has none of this client's sequences."""
         self.pending.close()
-        self._counters.resyncs += self._registration.connection_lost()
+        self._counters.resyncs += self.sequences.connection_lost()
 
     def _receive_welcome(self, welcome: pb.Welcome) -> None:
         if welcome.protocol != PROTOCOL:
@@ -236,7 +272,58 @@ class Protocol:
         self.welcome = Welcome(**fields)
         self._counters.reconnects += self._has_connected
         self._has_connected = True
-        self._registration.begin(welcome)
+        self.sequences.begin(welcome)
+
+    def _turn_of(self, progress: Progress) -> Turn:
+        """Return a turn for the sequences of a batch. Raises ValueError as `Progress.check`."""
+        progress.check_arrays()
+        ids_as_bytes, changes, last = progress.sequence_ids.tobytes(), self.sequences.changes, self._last
+        if last is not None and last.changes == changes and last.ids_as_bytes == ids_as_bytes:
+            turn = Turn(ids_as_bytes, changes, last.sequences, last.wire_ids, last.offered, progress.max_draft)
+        else:
+            ids = progress.sequence_ids.tolist()
+            try:
+                sequences = [self.sequences.running[sequence_id] for sequence_id in ids]
+            except KeyError:
+                self._refuse(progress)
+            if len({*ids}) < len(ids):
+                self._refuse(progress)
+            wire_ids = pack(np.array([each.wire_id for each in sequences], np.uint64), "u8")
+            offered = np.array([each.offered for each in sequences], np.uint32)
+            turn = Turn(ids_as_bytes, changes, sequences, wire_ids, offered, progress.max_draft)
+        if any_of(progress.verified > turn.offered):
+            self._refuse(progress)
+        check_tokens(progress.tokens, self._vocab_size)
+        if progress.cost is not None:
+            check_cost(progress.cost)
+        if progress.min_path_prob is not None:
+            check_path_prob(progress.min_path_prob)
+        self._last = turn
+        return turn
+
+    def _refuse(self, progress: Progress) -> NoReturn:
+        """Raise the ValueError for an invalid batch."""
+        progress.check({sequence_id: each.offered for sequence_id, each in self.sequences.running.items()})
+        raise AssertionError("the batch is valid")
+
+    def _request_unsent(self, turn: Turn, indices: np.ndarray, progress: Progress) -> None:
+        """Request drafts after all unsent tokens of the registered sequences, at these indices, int64 [A]."""
+        chosen = [turn.sequences[index] for index in indices.tolist()]
+        verified = np.array([each.verified for each in chosen], np.uint32)
+        steps = np.array([each.steps for each in chosen], np.uint32)
+        unsent = [each.take_unsent() for each in chosen]
+        self.sequences.behind.difference_update(chosen)
+        part = replace(
+            progress,
+            sequence_ids=np.array([each.wire_id for each in chosen], np.uint64),
+            tokens=unpack(b"".join(unsent), "u4", "tokens"),
+            offsets=offsets_of(np.array([len(tokens) // TOKEN_BYTES for tokens in unsent], np.uint32)),
+            verified=verified,
+            max_draft=progress.max_draft[indices],
+            steps=steps,
+            other_sequences=progress.other_sequences + len(turn.sequences) - len(chosen),
+        )
+        self._request_drafts(turn, indices, part)
 
     def _request_drafts(self, turn: Turn, subset: Subset, progress: Progress, wire_ids: bytes | None = None) -> None:
         request = pb.DraftRequest()
@@ -256,7 +343,7 @@ class Protocol:
             return None
         limits = turn.limits[turn.requested]
         try:
-            drafts, malformed = read_draft_response(message, limits, self._vocab_size)
+            drafts, malformed = read_drafts(message, limits, self._vocab_size)
         except WireError:
             self._counters.malformed += len(limits)
             return None
@@ -264,3 +351,37 @@ class Protocol:
         if isinstance(turn.requested, slice):
             return drafts
         return drafts.scatter(turn.requested, len(turn.limits))
+
+
+def hello_message(
+    model: ModelIdentity | None,
+    namespace: str,
+    host: str = "",
+    draft_shape: DraftShape | None = None,
+    padding: Padding = NO_PADDING,
+    engine: str = "",
+) -> pb.Hello:
+    """Return the first message of a stream: versions of host and client, the served model, shapes of drafts and steps.
+
+    engine: name of the engine; "" for `process_name`. Raises ValueError for an unknown shape, and for an invalid name.
+    """
+    check_engine_name(engine)
+    if draft_shape not in SHAPE_CODES:
+        raise ValueError(f"draft_shape must be 'path', 'tree' or None, not {draft_shape!r}")
+    return pb.Hello(
+        protocol=PROTOCOL,
+        client=f"{host} ssd-drafter/{own_version()}".strip(),
+        model=pb.Model() if model is None else pb.Model(**vars(model)),
+        namespace=namespace,
+        draft_shape=SHAPE_CODES[draft_shape],
+        step_sizes=pack(np.array(padding.sizes, np.uint32), "u4"),
+        draft_lengths=pack(np.array(padding.lengths, np.uint32), "u4"),
+        engine=engine or process_name(),
+    )
+
+
+def _split(progress: Progress) -> list[bytes]:
+    """Return the committed tokens of each sequence, u32."""
+    data = pack(progress.tokens, "u4")
+    bounds = [TOKEN_BYTES * offset for offset in progress.offsets.tolist()]
+    return [data[begin:end] for begin, end in pairwise(bounds)]

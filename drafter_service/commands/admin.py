@@ -29,7 +29,7 @@ def health(wait: float, link: Link) -> None:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from drafter_service.transport.absence import NOT_READY, STATE
+    from drafter_service.transport.address import NOT_READY, STATE
     from ssd.errors import UserError
 
     until = time.monotonic() + wait

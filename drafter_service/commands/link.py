@@ -92,7 +92,7 @@ class Link:
         import grpc
 
         from drafter_service.observability.report.units import shortened
-        from drafter_service.transport.absence import NOT_READY, absence, start_one, system_error
+        from drafter_service.transport.address import NOT_READY, absence, start_one, system_error
 
         details = shortened(str(error.details() or error.code().name), 300)
         if details.startswith(NOT_READY):

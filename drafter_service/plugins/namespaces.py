@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from drafter_service.client import DrafterClient
-from drafter_service.client.messages import Welcome
+from drafter_service.client.protocol import Welcome
 from drafter_service.plugins.connection_log import ConnectionLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.settings import EMBEDDED, PluginSettings

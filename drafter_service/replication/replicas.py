@@ -1,17 +1,37 @@
-"""Synchronize namespaces with other replicas through the shared log, if there is one."""
+"""Synchronize namespaces with other replicas through a shared log: a Redis Stream for each namespace.
+
+Every replica publishes the requests that finish with it and learns those that others published. Its reading position is
+stored with its snapshot, so a new replica loads a snapshot and reads only the rest of the log. Delivery is at least
+once, and duplicates are dropped by name. While Redis is unavailable each replica continues alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+from typing import TYPE_CHECKING
 
 import structlog
 
 from drafter_service.observability.report.schema import SharedLogReport
 from drafter_service.replication.events import Event, Finished, Forgotten
-from drafter_service.replication.redis_stream import OLDEST, LogPosition
-from drafter_service.replication.shared_log import NamespaceLog, SharedLog
+from drafter_service.replication.redis_stream import (
+    OLDEST,
+    LogPosition,
+    LogUnavailable,
+    RedisStream,
+    connect,
+    ping,
+)
+from drafter_service.replication.shared_log import NamespaceLog
 from drafter_service.server.namespace import Namespace
 from drafter_service.settings.tree import LogConfig
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+BYTES_PER_TOKEN = 4
+"""Size of a token in the log, in bytes."""
 
 logger = structlog.get_logger(__name__)
 
@@ -20,30 +40,46 @@ class Replication:
     """Publishes what this replica learns, and learns what others publish. Only the event loop uses it."""
 
     def __init__(self, config: LogConfig) -> None:
-        """Open the shared log, if one is configured. Raises UserError for an unusable URL."""
+        """Make a client of the shared log, if one is configured; it has not connected yet.
+
+        Raises UserError for an unusable URL, or without redis-py.
+        """
+        self._config = config
+        self._client: Redis | None = None if config.url is None else connect(config.url)
+        # A restarted process has another name, so that it reads the entries that it published before: its snapshot may
+        # not contain them.
+        self._name = secrets.token_bytes(8)
         self._replicas: dict[str, Replica] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._past = SharedLogReport(is_connected=True)
         """Totals of namespaces that were unloaded."""
-        self._log: SharedLog | None = None
-        if config.url is not None:
-            self._log = SharedLog(config.url, config)
 
     async def start(self) -> None:
-        """Log a warning if there is a shared log that does not answer."""
-        if self._log is not None:
-            await self._log.check()
+        """Log a warning if there is a shared log that does not answer; its namespaces keep trying to connect."""
+        if self._client is not None:
+            try:
+                await ping(self._client)
+            except LogUnavailable as problem:
+                logger.warning("shared_log_unavailable", error=str(problem))
 
     async def stop(self) -> None:
         """Disconnect, after all namespaces have been removed."""
         await asyncio.gather(*self._closing)
-        if self._log is not None:
-            await self._log.close()
+        if self._client is not None:
+            await self._client.aclose()
+
+    def open(self, namespace: str) -> NamespaceLog | None:
+        """Open the log of one namespace; None if none is configured. Close it before `stop`."""
+        if self._client is None:
+            return None
+        stream = RedisStream(self._client, self._config.prefix, namespace)
+        max_bytes = BYTES_PER_TOKEN * self._config.max_tokens
+        return NamespaceLog(stream, logger.bind(namespace=namespace), name=self._name, max_bytes=max_bytes)
 
     def add(self, namespace: Namespace) -> None:
         """Start replicating a namespace that was loaded."""
-        if self._log is not None:
-            self._replicas[namespace.name] = Replica(namespace, self._log.open(namespace.name))
+        if (log := self.open(namespace.name)) is not None:
+            self._replicas[namespace.name] = Replica(namespace, log)
 
     def remove(self, namespace: Namespace) -> None:
         """Stop replicating a namespace that is unloaded."""
@@ -56,7 +92,7 @@ class Replication:
 
     def facts(self) -> SharedLogReport | None:
         """Return the state of the log; None without one."""
-        if self._log is None:
+        if self._client is None:
             return None
         total = self._past
         for replica in self._replicas.values():

@@ -13,9 +13,9 @@ import grpc
 from drafter_service.auth.callers import Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
-from drafter_service.server.learning import learn
 from drafter_service.server.namespaces import NamespaceError, Namespaces
 from drafter_service.server.requests import default_namespace, read_model
+from drafter_service.server.shadow import learn
 from drafter_service.server.stream import REFUSALS
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError

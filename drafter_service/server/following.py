@@ -49,9 +49,9 @@ class FollowStreams:
                 aclosing(self._serve(data, authorized, stream)) as served,
             ):
                 async for response in served:
-                    stream.is_answering = True
+                    stream.is_sending = True
                     yield response
-                    stream.is_answering = False
+                    stream.is_sending = False
                     if stream.is_over:
                         stream.task.cancel()
         except SnapshotError as problem:

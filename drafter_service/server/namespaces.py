@@ -15,10 +15,9 @@ import structlog
 
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.replication.events import Dropped
+from drafter_service.server.disk import DiskThreads, LoadError, Retries, finished
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace
-from drafter_service.server.retries import LoadError, Retries
 from drafter_service.server.store import NAME, Description, Store, Stored
-from drafter_service.server.threads import DiskThreads, finished
 from drafter_service.settings.tree import ServiceConfig
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot

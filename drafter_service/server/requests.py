@@ -25,8 +25,6 @@ from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES, Padding
 from ssd.corpus.rollout import NO_TAG, Rollout
 from ssd.stats import HITS, Stats
 
-MAX_FIELDS = 1 << 16
-"""Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
 MIN_FIELD_BYTES = 2
 MAX_CLIENT_NAME = 80
 """Maximum length of the name of a client in reports, in characters; longer ones are cut."""

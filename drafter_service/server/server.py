@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+import structlog
+from google.protobuf.message import DecodeError
 
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
@@ -21,14 +22,13 @@ from drafter_service.observability.process import resident_bytes
 from drafter_service.observability.version import own_version
 from drafter_service.replication.replicas import Replication
 from drafter_service.server.admin import Admin
+from drafter_service.server.disk import LoadError
 from drafter_service.server.following import FollowStreams
-from drafter_service.server.housekeeping import Housekeeping
 from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
-from drafter_service.server.retries import LoadError
 from drafter_service.server.step_socket import StepSocket
-from drafter_service.server.stream import DraftStreams
+from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.errors import UserError
@@ -144,9 +144,8 @@ class DrafterServer:
             name: grpc.unary_unary_rpc_method_handler(_parsing(method, request), response_serializer=_serialized)
             for name, (method, request) in unary.items()
         }
-        draft = grpc.stream_stream_rpc_method_handler(self._streams.draft, response_serializer=_serialized)
         follow = grpc.unary_stream_rpc_method_handler(self._followers.follow, response_serializer=_serialized)
-        return {**handlers, "Draft": draft, "Follow": follow}
+        return {**handlers, "Draft": draft_method(self._streams), "Follow": follow}
 
 
 def _summary(namespaces: Iterable[Namespace]) -> str:
@@ -171,5 +170,54 @@ def _parsing(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]], 
     return call
 
 
-def _serialized(message: Message) -> bytes:
+def _serialized(message: Any) -> bytes:
     return message.SerializeToString()
+
+
+logger = structlog.get_logger(__name__)
+
+SAMPLE_S = 10.0
+"""Seconds between two samples of the counters for reports over time."""
+IDLE_S = 3600.0
+"""Seconds after which a namespace without streams is saved and unloaded, if it can be saved."""
+
+
+class Housekeeping:
+    """Runs the periodic work by monotonic time, so that it continues if the clock jumps."""
+
+    def __init__(self, namespaces: Namespaces, config: ServiceConfig) -> None:
+        self._namespaces = namespaces
+        self._save_s = config.snapshots.interval_s
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start the tasks."""
+        self._tasks = [
+            asyncio.create_task(self._repeat(SAMPLE_S, self._sample)),
+            asyncio.create_task(self._repeat(self._save_s, self._save)),
+        ]
+
+    async def stop(self) -> None:
+        """Stop the tasks, after work in progress."""
+        self._stopping.set()
+        await asyncio.gather(*self._tasks)
+
+    async def _repeat(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
+        while not self._stopping.is_set():
+            try:
+                async with asyncio.timeout(interval_s):
+                    await self._stopping.wait()
+            except TimeoutError:
+                try:
+                    await act()
+                except Exception:
+                    logger.exception("housekeeping failed; it is tried again")
+
+    async def _sample(self) -> None:
+        for namespace in self._namespaces.loaded.values():
+            namespace.record_sample(time.time())
+
+    async def _save(self) -> None:
+        await self._namespaces.save_changed()
+        await self._namespaces.unload_idle(IDLE_S)

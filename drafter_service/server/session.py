@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -14,7 +15,6 @@ from drafter_service.observability.facts import Engine
 from drafter_service.observability.report.schema import ClientTotals
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.requests import (
-    MAX_FIELDS,
     FinishedSequence,
     StartedSequence,
     read_draft_counts,
@@ -24,13 +24,14 @@ from drafter_service.server.requests import (
 from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, unpack_batch
+from drafter_service.transport.wire import MAX_COUNT, WireError, check_batch, drafts_message, pack, read_batch
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
 from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Progress, offsets_of
 
 NO_TOKENS = np.empty(0, np.uint32)
+NO_DRAFTS = DraftBatch.empty(0)
 UNKNOWN_ENGINE = Engine("", "")
 
 
@@ -126,59 +127,59 @@ class Session:
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
         response = pb.DraftResponse(step=request.step)
-        if _has_only_batch(request) and (ready := self._draft_ready(request.batch)) is not None:
-            drafts_message(ready, response.drafts)
-            return response
         vocab_size = self.namespace.model.vocab_size
         starts = [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
-        new = {start.sequence_id for start in starts}
-        if starts:
-            self._check_starts(starts, new)
         finishes = [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
-        if finishes:
+        batch = read_batch(request.batch, vocab_size) if request.HasField("batch") else None
+        if starts or finishes:
+            new = {start.sequence_id for start in starts}
+            self._check_starts(starts, new)
             self._check_finishes(finishes, new)
-        batch = None
-        if request.HasField("batch"):
-            _check_count(request.batch.sequence_ids, "batch")
-            batch = read_batch(request.batch, vocab_size)
-            self._check_batch(batch, new)
+            if batch is not None:
+                self._check_batch(batch, new)
         counts = read_draft_counts(request.draft_counts) if request.HasField("draft_counts") else None
-        # Nothing below can fail.
+        lost: list[int] = []
+        # Nothing can fail from here on, unless there is only a batch, which has no effect if it fails.
         for start in starts:
             self._start(start)
-        lost = [finish.sequence_id for finish in finishes if not self._finish(finish)]
+        lost += [finish.sequence_id for finish in finishes if not self._finish(finish)]
+        if batch is not None:
+            drafts, lost_in_batch = self._draft(batch)
+            lost += lost_in_batch
+            drafts_message(drafts, response.drafts)
+        else:
+            drafts_message(NO_DRAFTS, response.drafts)
         if request.HasField("counters"):
             self._add_counters(request.counters)
         if counts is not None:
             self._use.stats.add(counts)
-        if batch is not None:
-            drafts, lost_in_batch = self._draft(batch)
-        else:
-            drafts, lost_in_batch = DraftBatch.empty(0), []
-        drafts_message(drafts, response.drafts)
-        response.lost_ids = _packed_ids(lost + lost_in_batch)
+        if lost:
+            response.lost_ids = pack(np.array(lost, np.uint64), "u8")
         return response
 
-    def _draft_ready(self, message: pb.Batch) -> DraftBatch | None:
-        """Return drafts for a batch if all its sequences can have drafts, the usual case.
+    def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
+        """Return drafts, and the sequences that are unknown; the drafts that are withheld are empty.
 
-        Raises WireError, and ValueError for a failure of the drafter.
+        Raises WireError, without any effect, for an invalid batch.
         """
-        if message.steps or self._withheld:
-            return None
-        _check_count(message.sequence_ids, "batch")
-        batch = unpack_batch(message, self.namespace.model.vocab_size)
-        try:
-            drafts = self._draft_part(batch, batch)
-        except ValueError:
-            # The general path answers a fault of the request. A fault of the drafter ends the stream.
-            checked = read_batch(message, self.namespace.model.vocab_size)
-            self._check_batch(checked, set())
-            if self._drafter.running.ids >= {*checked.sequence_ids.tolist()}:
-                raise
-            return None
-        self._tokens += len(batch.tokens)
-        return drafts
+        if not self._withheld:
+            try:
+                return self._draft_part(batch, batch), []  # The drafter itself checks the batch.
+            except ValueError:
+                self._check_batch(batch)
+                if self._drafter.running.ids >= {*batch.sequence_ids.tolist()}:
+                    raise  # A fault of the drafter ends the stream.
+        self._check_batch(batch)
+        ids, running = batch.sequence_ids.tolist(), self._drafter.running.ids
+        if withheld := [index for index, each in enumerate(ids) if each in self._withheld]:
+            assert self._shadow is not None
+            part = _part(batch, withheld)
+            self._tokens += len(part.tokens)
+            self._shadow.advance(part)
+        drafted = [index for index, each in enumerate(ids) if each in running]
+        drafts = self._draft_part(batch, _part(batch, drafted))
+        lost = [each for each in ids if not self._has(each)]
+        return drafts.scatter(np.array(drafted, np.int64), len(ids)), lost
 
     def _draft_part(self, batch: Progress, part: Progress) -> DraftBatch:
         """Return drafts for a part of a batch, whose sequences run. Raises ValueError as `SuffixDrafter.draft`."""
@@ -187,6 +188,7 @@ class Session:
         part.step_times = times
         drafts.pause_steps, self._pause_steps = self._pause_steps, 0
         self._unrecorded = Drafted(batch, part, drafts)
+        self._tokens += len(part.tokens)
         return drafts
 
     def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
@@ -210,19 +212,16 @@ class Session:
         if tokens > self._limits.stream_tokens:
             raise WireError(f"starts has {tokens} tokens; a stream may have {self._limits.stream_tokens}")
 
-    def _check_batch(self, batch: Progress, new: set[int]) -> None:
-        """Check counts, except those of unknown sequences."""
-        offered = self._drafter.running.offered_to(batch.sequence_ids.tolist())
-        wrong = (offered >= 0) & (batch.verified > offered)
-        if new or self._withheld:
-            undrafted = np.array([*new, *self._withheld], np.uint64)
-            wrong |= np.isin(batch.sequence_ids, undrafted) & (batch.verified > 0)
-        if np.count_nonzero(wrong):
-            index = int(wrong.argmax())
-            raise WireError(
-                f"batch.verified[{index}] is {batch.verified[index]}; the sequence's last draft had "
-                f"{max(0, int(offered[index]))} tokens"
-            )
+    def _check_batch(self, batch: Progress, new: Collection[int] = ()) -> None:
+        """Raise WireError for an invalid batch; counts of unknown sequences are not checked."""
+        ids = batch.sequence_ids.tolist()
+        offered = dict(zip(ids, self._drafter.running.offered_to(ids).tolist(), strict=True))
+        for sequence_id, limit in offered.items():
+            if sequence_id in new or sequence_id in self._withheld:
+                offered[sequence_id] = 0
+            elif limit < 0:
+                offered[sequence_id] = MAX_COUNT
+        check_batch(batch, offered)
 
     def _start(self, start: StartedSequence) -> None:
         sequence_id = start.sequence_id
@@ -263,36 +262,6 @@ class Session:
         else:
             drafter.finish(finish.sequence_id, finish.tokens, verified=finish.verified, steps=finish.steps, learn=learn)
         return True
-
-    def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
-        """Return drafts, and the sequences that are unknown; the drafts that are withheld are empty."""
-        ids = batch.sequence_ids.tolist()
-        if self._withheld.isdisjoint(ids):
-            return self._draft_openly(batch, batch, ids)
-        withheld = [index for index, sequence_id in enumerate(ids) if sequence_id in self._withheld]
-        others = [index for index, sequence_id in enumerate(ids) if sequence_id not in self._withheld]
-        self._withhold(_part(batch, withheld))
-        drafts, lost = self._draft_openly(batch, _part(batch, others), [ids[index] for index in others])
-        return drafts.scatter(np.array(others, np.int64), len(ids)), lost
-
-    def _withhold(self, batch: Progress) -> None:
-        """Score the withheld drafts against the tokens of a batch, and make the next ones."""
-        assert self._shadow is not None
-        self._tokens += len(batch.tokens)
-        self._shadow.advance(batch)
-
-    def _draft_openly(self, batch: Progress, part: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
-        """Return drafts for the sequences of a part of a batch that are known, and the unknown ones.
-
-        ids: the sequences of the part.
-        """
-        running = self._drafter.running.ids
-        known = [index for index, sequence_id in enumerate(ids) if sequence_id in running]
-        lost = [sequence_id for sequence_id in ids if sequence_id not in running]
-        part = _part(part, known)
-        drafts = self._draft_part(batch, part)
-        self._tokens += len(part.tokens)
-        return drafts.scatter(np.array(known, np.int64), len(ids)), lost
 
     def _drafter_of(self, sequence_id: int) -> SuffixDrafter | ShadowDrafter:
         """Return the drafter of a sequence."""
@@ -354,25 +323,9 @@ def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.Draft
     return pb.DraftResponse(step=step, error=pb.Error(code=status.value[0], message=message))
 
 
-def _has_only_batch(request: pb.DraftRequest) -> bool:
-    others = request.starts or request.finishes or request.HasField("counters") or request.HasField("draft_counts")
-    return request.HasField("batch") and not others
-
-
-def _check_count(sequence_ids: bytes, owner: str) -> None:
-    """Raise WireError for a batch that is too large."""
-    count = len(sequence_ids) // 8
-    if count > MAX_FIELDS:
-        raise WireError(f"{owner}.sequence_ids has {count} elements; the maximum is {MAX_FIELDS}")
-
-
 def _size(start: StartedSequence) -> int:
     """Return the number of tokens that a sequence begins with."""
     return len(start.hints) + len(start.prompt) + len(start.committed)
-
-
-def _packed_ids(ids: list[int]) -> bytes:
-    return pack(np.array(ids, np.uint64), "u8") if ids else b""
 
 
 def _part(batch: Progress, indices: list[int]) -> Progress:

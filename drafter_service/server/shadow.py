@@ -6,22 +6,18 @@ withheld draft is kept until that many tokens have arrived, which are then commi
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from drafter_service.server.namespace import Namespace
+from drafter_service.server.requests import read_texts
+from drafter_service.stubs import drafter_pb2 as pb
 from ssd.drafter import SuffixDrafter
 from ssd.sequences.running import RunningById
 from ssd.types import Progress, offsets_of
-
-SHARE = 0.03
-"""Maximum share of the time that is spent on scoring observed requests; a request of 170 output tokens takes 2.5 ms."""
-BURST_S = 1.0
-"""Time in seconds that may be spent at once after a pause."""
 
 MAX_WAITING = 256
 """Tokens of a sequence that may wait for a step, more than a draft has. If an engine sends more at once, they count as
@@ -132,25 +128,58 @@ class ShadowDrafter:
         return int(self.drafter.running.offered_to([sequence_id])[0])
 
 
-class TimeBudget:
-    """Limits an activity to `SHARE` of the time. Unspent time is kept, up to `BURST_S`."""
+TEXTS_PER_TURN = 256
+"""Number of texts learned before other tasks of the event loop run."""
+SCORED_PER_TURN = 32
+"""Number of output tokens scored before other tasks of the event loop run: about 0.5 ms."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._left_s, self._at = BURST_S, clock()
 
-    def is_left(self) -> bool:
-        """Return whether the activity may run now."""
-        now = self._clock()
-        self._left_s = min(BURST_S, self._left_s + SHARE * (now - self._at))
-        self._at = now
-        return self._left_s > 0
+async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse) -> None:
+    """Learn finished texts at the rate of the index, and add their counts to `total`.
 
-    @contextmanager
-    def spend(self) -> Iterator[None]:
-        """Count the time of the block."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._left_s -= self._clock() - began
+    Raises WireError, with no effect, for an invalid message, and ClosedError.
+    """
+    texts = read_texts(message, namespace.model.vocab_size)
+    kept = namespace.config.learned_prompt_tokens
+    for index, name in enumerate(texts.request_ids):
+        if index % TEXTS_PER_TURN == 0:
+            await asyncio.sleep(0)
+        await namespace.wait_for_room()
+        text = texts.text(index)
+        if texts.prompt_lengths is not None and not namespace.has_learned(name):
+            prompt_length = texts.prompt_lengths[index]
+            namespace.shadow.observed += 1
+            if prompt_length < len(text) and namespace.shadow_budget.is_left():
+                await _score(namespace, text[:prompt_length], text[prompt_length:])
+            if prompt_length > kept:
+                text = text[prompt_length - kept :]
+        if namespace.learn(text, name, texts.tags[index], finished_at=texts.times[index]):
+            total.tokens += len(text)
+            total.texts += 1
+        else:
+            total.duplicates += 1
+
+
+async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -> None:
+    """Replay a finished request; its output, uint32 [n], is used as the tokens of the target.
+
+    prompt: uint32 [P]. Raises ClosedError.
+    """
+    budget, drafter = namespace.shadow_budget, namespace.new_drafter(stats=namespace.shadow.stats)
+    shadow, limit = ShadowDrafter(drafter), namespace.config.max_draft
+    try:
+        with budget.spend():
+            shadow.begin(0, prompt, learn=False)
+            if drafter.is_sorting:
+                await asyncio.to_thread(drafter.wait_for_sorting)
+                namespace.check_is_open()
+            shadow.advance(Progress.of_one(0, NO_TOKENS, max_draft=limit))
+        for first in range(0, len(output), SCORED_PER_TURN):
+            with budget.spend():
+                shadow.advance(Progress.of_one(0, output[first : first + SCORED_PER_TURN], max_draft=limit))
+            await asyncio.sleep(0)
+            namespace.check_is_open()
+        shadow.finish(0, NO_TOKENS, learn=False)
+        namespace.shadow.scored += 1
+    finally:
+        namespace.release(drafter)

@@ -1,27 +1,24 @@
-"""Draft streams over a second Unix socket without gRPC, for engines on the same machine (see `frames`).
+"""Draft streams over a second Unix socket without gRPC, for engines on the same machine (see `wire`, frames).
 
-A task serves each connection. While it waits for the next request, a small request is answered by the protocol that
-receives it, since waking the task would take longer than reading the request.
+A task serves each connection. It sleeps while the protocol that receives requests answers them, since waking the task
+would take longer than reading a request; it only awaits answers that are not ready at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import grpc
 
-from drafter_service.auth.control import Context
-from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.server.stream import OpenStream, Streams
 from drafter_service.transport.address import Address
-from drafter_service.transport.frames import HEADER, MAGIC, framed, last_frame, read_header
-from drafter_service.transport.wire import WireError
-from ssd.corpus.memory import trim_heap
+from drafter_service.transport.wire import HEADER, MAGIC, Frames, WireError, framed, last_frame
 
 AUTHORIZATION_TIMEOUT_S = 5.0
 """Time within which a new connection must send its authorization."""
@@ -29,86 +26,8 @@ BACKLOG = 128
 """Length of the queue of connections; without free descriptors asyncio makes and logs this many attempts to accept."""
 READ_BYTES = 64 << 10
 """Maximum number of bytes per read. By default asyncio allocates 256 KiB for every read, which takes 15 us."""
-LARGE_BYTES = 2 << 20
-"""Minimum size of a large frame, in bytes; only a few of them are received at a time."""
-MAX_LARGE_FRAMES = 4
-"""Maximum number of large frames in transfer: each takes up to 64 MiB until it is complete."""
-LARGE_TIMEOUT_S = 30.0
-"""Time within which a large frame must arrive."""
-TRIMMED_BYTES = 16 << 20
-"""Minimum size of frames whose memory is returned to the system, which takes milliseconds."""
 MAX_AUTHORIZATION_BYTES = 8 << 10
 """Maximum size of the authorization: that of gRPC's metadata."""
-
-
-Send = Callable[[pb.DraftResponse], None]
-Answer = Callable[[bytes, Send], None]
-"""Answers a serialized request: sends the response first, then does what need not precede it. An exception ends the
-stream."""
-
-
-class Streams(Protocol):
-    """Answers Draft streams."""
-
-    def draft(
-        self, requests: AsyncIterator[bytes], context: Context, on_open: Callable[[Answer], None]
-    ) -> AsyncGenerator[pb.DraftResponse, None]:
-        """Serve one stream. `on_open` is called once, with a function that may answer requests after the first."""
-
-
-class Connection(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
-    """Passes received bytes to the task of the connection, or answers a request without the task."""
-
-    def __init__(self, serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
-        """`serve` is run in a task once the connection is made."""
-        self.reader = asyncio.StreamReader()
-        super().__init__(self.reader, serve)
-        self._received = bytearray(READ_BYTES)
-        self.task: asyncio.Task[object] | None = None
-        self.answer: Answer | None = None
-        """None until requests may be answered without the task."""
-        self.unanswered_bytes = 0
-        """Number of bytes of requests that were passed to the task and not answered yet."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        super().connection_made(transport)
-
-    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002
-        """See `asyncio.BufferedProtocol`."""
-        return self._received
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """See `asyncio.BufferedProtocol`."""
-        data = bytes(memoryview(self._received)[:nbytes])
-        if self.answer is None or not self._is_one_request(data) or not self._is_idle:
-            self.unanswered_bytes += nbytes
-            self.data_received(data)
-            return
-        try:
-            self.answer(data[HEADER.size :], self._send)
-        except Exception as problem:  # The task handles it as if it had answered the request itself.
-            self.reader.set_exception(problem)
-
-    def _send(self, response: pb.DraftResponse) -> None:
-        self._transport.write(framed(response.SerializeToString()))
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether the task waits for the next request, and all responses have been sent."""
-        assert self.task is not None
-        return (
-            not self.unanswered_bytes
-            and not self._transport.get_write_buffer_size()
-            and not self.task.cancelling()
-            and not self.task.done()
-        )
-
-    @staticmethod
-    def _is_one_request(data: bytes) -> bool:
-        return len(data) >= HEADER.size and HEADER.unpack_from(data)[0] == len(data) - HEADER.size
 
 
 class StepSocket:
@@ -117,8 +36,8 @@ class StepSocket:
     def __init__(self, streams: Streams, max_connections: int) -> None:
         self._streams = streams
         self._max_connections = max_connections
-        self._connections: set[asyncio.Task[object]] = set()
-        self._large = asyncio.Semaphore(MAX_LARGE_FRAMES)
+        self._connections: set[asyncio.Task[None]] = set()
+        """Tasks of the connections."""
         self._listening: socket.socket | None = None
         self._path: Path | None = None
         self._server: asyncio.Server | None = None
@@ -155,71 +74,194 @@ class StepSocket:
             for task in late:
                 task.cancel()
 
-    async def _serve(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection until its end."""
-        task = asyncio.current_task()
-        assert task is not None, "the server makes a task of each connection"
+    def _serve(self, connection: Connection) -> asyncio.Task[None]:
+        """Start the task of a connection. Raises StreamEndedError if there are too many."""
+        if len(self._connections) >= self._max_connections:
+            reason = f"the service has its {self._max_connections} streams already"
+            raise StreamEndedError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+        task = asyncio.create_task(connection.run(self._streams))
         self._connections.add(task)
-        connection = writer.transport.get_protocol()
-        assert isinstance(connection, Connection)
-        connection.task = task
+        task.add_done_callback(self._connections.discard)
+        return task
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection, and its task."""
+
+    def __init__(self, serve: Callable[[Connection], asyncio.Task[None]]) -> None:
+        """serve: starts the task once the connection is made."""
+        self._serve = serve
+        self._buffer = bytearray(READ_BYTES)
+        self._beginning: bytearray | None = bytearray()
+        """What has arrived until the authorization is complete; None after it."""
+        self._frames = Frames()
+        self._requests: deque[bytes] = deque()
+        """Requests that are not answered yet."""
+        self._task: asyncio.Task[None] | None = None
+        self._stream: OpenStream | None = None
+        self._later: Awaitable[bytes] | None = None
+        """The answer that the task waits for next."""
+        self._failure: WireError | None = None
+        """A violation of the protocol after `_requests`."""
+        self._wake: asyncio.Future[None] | None = None
+        """Ends the sleep of the task; None if it does not sleep."""
+        self._is_at_end = False
+        """Whether the client has sent the end of its requests."""
+        self._is_full = False
+        """Whether the client does not read its responses."""
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.BaseProtocol`."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
         try:
-            ended = await self._answer(connection, writer)
-            writer.write(last_frame(ended.code.value[0], ended.reason))
-            await writer.drain()
-        except (OSError, asyncio.CancelledError):
-            pass  # The client has disconnected, or the service is stopping.
-        finally:
-            self._connections.discard(task)
-            writer.close()
+            self._task = self._serve(self)
+        except StreamEndedError as refused:
+            self._end(refused.code, refused.reason)
 
-    async def _answer(self, connection: Connection, writer: asyncio.StreamWriter) -> StreamEndedError:
-        """Answer all requests of a stream; returns its status."""
+    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002
+        """See `asyncio.BufferedProtocol`."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`."""
+        data = bytes(memoryview(self._buffer)[:nbytes])
+        if self._beginning is not None:
+            self._beginning += data
+        else:
+            self._receive(data)
+        self._continue()
+        if self._requests:
+            self._transport.pause_reading()  # Until `_answer_ready` has answered these.
+
+    def eof_received(self) -> bool:
+        """See `asyncio.BufferedProtocol`."""
+        self._is_at_end = True
+        self._continue()
+        return True  # The responses are still sent.
+
+    def pause_writing(self) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._is_full = False
+        self._continue()
+
+    def connection_lost(self, _problem: Exception | None) -> None:
+        """See `asyncio.BaseProtocol`."""
+        if self._task is not None:
+            self._task.cancel()
+
+    # The task.
+
+    async def run(self, streams: Streams) -> None:
+        """Serve the stream until its end."""
         try:
-            if len(self._connections) > self._max_connections:
-                reason = f"the service has its {self._max_connections} streams already"
-                raise StreamEndedError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
-            context = await _read_authorization(connection.reader)
-            connection.unanswered_bytes -= context.nbytes
-
-            def answer_directly(answer: Answer) -> None:
-                connection.answer = answer
-
-            requests = self._requests(connection)
-            async with aclosing(self._streams.draft(requests, context, answer_directly)) as responses:
-                async for response in responses:
-                    writer.write(framed(response.SerializeToString()))
-                    await writer.drain()
+            with suppress(asyncio.CancelledError):  # The client has disconnected, or the service is stopping.
+                context = await self._authorization()
+                async with streams.open(context) as self._stream:
+                    while True:
+                        later = self._later or self._answer_ready()
+                        if later is not None:
+                            self._later = None
+                            self._send(await later)
+                        elif self._is_at_end and not self._requests:
+                            break
+                        else:
+                            await self._sleep()
+                self._end(grpc.StatusCode.OK)
         except StreamEndedError as ended:
-            return ended
+            self._end(ended.code, ended.reason)
+        finally:
+            self._transport.close()
+
+    async def _authorization(self) -> SocketContext:
+        """Return the beginning of the stream. Raises StreamEndedError if it is something else, or takes too long."""
+        try:
+            async with asyncio.timeout(AUTHORIZATION_TIMEOUT_S):
+                while (context := self._read_authorization()) is None:
+                    if self._is_at_end:
+                        raise StreamEndedError(grpc.StatusCode.CANCELLED, "the client closed the connection")
+                    await self._sleep()
+                return context
+        except TimeoutError:
+            reason = "the authorization did not arrive in time"
+            raise StreamEndedError(grpc.StatusCode.DEADLINE_EXCEEDED, reason) from None
+
+    def _read_authorization(self) -> SocketContext | None:
+        """Return the authorization; None if it is not complete."""
+        data, begin = bytes(self._beginning or b""), len(MAGIC) + HEADER.size
+        if not MAGIC.startswith(data[: len(MAGIC)]):
+            raise StreamEndedError(grpc.StatusCode.UNIMPLEMENTED, "this socket serves only ssd.drafter.v1 frames")
+        if len(data) < begin:
+            return None
+        (size,) = HEADER.unpack_from(data, len(MAGIC))
+        if size > MAX_AUTHORIZATION_BYTES:
+            raise StreamEndedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
+        if len(data) < begin + size:
+            return None
+        self._beginning = None
+        self._receive(data[begin + size :])
+        return SocketContext(data[begin : begin + size].decode("latin1"))
+
+    async def _sleep(self) -> None:
+        """Wait until the task has something to do."""
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    # Both.
+
+    def _receive(self, data: bytes) -> None:
+        """Add received bytes to the requests."""
+        try:
+            self._requests += [body for body, _ in self._frames.feed(data)]
         except WireError as problem:
-            return StreamEndedError(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
-        return StreamEndedError(grpc.StatusCode.OK, "")
+            self._failure = problem
 
-    async def _requests(self, connection: Connection) -> AsyncIterator[bytes]:
-        """Yield the requests of a stream. Raises WireError for one that is too long, or takes too long."""
-        reader = connection.reader
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                size, _ = read_header(await reader.readexactly(HEADER.size))
-                if size < LARGE_BYTES:
-                    yield await reader.readexactly(size)
-                else:
-                    async with self._large:
-                        large = await _read_large_frame(reader, size)
-                    yield large
-                    del large
-                    if size >= TRIMMED_BYTES:
-                        trim_heap()
-                connection.unanswered_bytes -= HEADER.size + size
+    def _continue(self) -> None:
+        """Answer requests if the task sleeps, and wake it for what it has to do itself."""
+        if self._wake is None or self._wake.done():
+            return
+        try:
+            if self._stream is not None:
+                self._later = self._answer_ready()
+        except Exception as problem:  # The task handles it as if it had answered the request itself.
+            self._wake.set_exception(problem)
+        else:
+            if self._stream is None or self._later is not None or self._is_at_end:
+                self._wake.set_result(None)
 
+    def _answer_ready(self) -> Awaitable[bytes] | None:
+        """Answer requests, in order, up to one whose answer has to be awaited; return that answer."""
+        assert self._stream is not None
+        while self._requests and not self._is_full:
+            response = self._stream.answer(self._requests.popleft())
+            if not isinstance(response, bytes):
+                return response
+            self._send(response)
+        if not self._requests:
+            if self._failure is not None:
+                raise self._failure
+            if not self._transport.is_reading():
+                self._transport.resume_reading()
+        return None
 
-async def _read_large_frame(reader: asyncio.StreamReader, size: int) -> bytes:
-    try:
-        async with asyncio.timeout(LARGE_TIMEOUT_S):
-            return await reader.readexactly(size)
-    except TimeoutError:
-        raise WireError(f"a frame of {size} bytes did not arrive within {LARGE_TIMEOUT_S:.0f} s") from None
+    def _send(self, response: bytes) -> None:
+        assert self._stream is not None
+        self._transport.write(framed(response))
+        self._stream.sent()
+
+    def _end(self, code: grpc.StatusCode, reason: str = "") -> None:
+        """Send the end of the stream, with its status."""
+        self._transport.write(last_frame(code.value[0], reason))
+        self._transport.close()
 
 
 class StreamEndedError(Exception):
@@ -235,8 +277,6 @@ class SocketContext:
     """The context of a stream for access control: at most a bearer token."""
 
     def __init__(self, authorization: str) -> None:
-        self.nbytes = len(MAGIC) + HEADER.size + len(authorization)
-        """Number of bytes at the start of the stream up to and including the authorization."""
         self._metadata = (("authorization", authorization),) if authorization else ()
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
@@ -250,19 +290,3 @@ class SocketContext:
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         """End the stream. Raises StreamEndedError."""
         raise StreamEndedError(code, details)
-
-
-async def _read_authorization(reader: asyncio.StreamReader) -> SocketContext:
-    """Read the beginning of a stream. Raises StreamEndedError if it is something else, or takes too long."""
-    try:
-        async with asyncio.timeout(AUTHORIZATION_TIMEOUT_S):
-            if await reader.readexactly(len(MAGIC)) != MAGIC:
-                raise StreamEndedError(grpc.StatusCode.UNIMPLEMENTED, "this socket serves only ssd.drafter.v1 frames")
-            size, _ = read_header(await reader.readexactly(HEADER.size))
-            if size > MAX_AUTHORIZATION_BYTES:
-                raise StreamEndedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
-            return SocketContext((await reader.readexactly(size)).decode("latin1"))
-    except TimeoutError:
-        raise StreamEndedError(grpc.StatusCode.DEADLINE_EXCEEDED, "the authorization did not arrive in time") from None
-    except asyncio.IncompleteReadError:
-        raise StreamEndedError(grpc.StatusCode.CANCELLED, "the client closed the connection") from None

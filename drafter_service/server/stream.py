@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing
-from typing import cast
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Protocol, cast
 
 import grpc
 import structlog
@@ -13,22 +13,14 @@ from google.protobuf.message import DecodeError
 
 from drafter_service.auth.callers import Caller, Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
+from drafter_service.server.disk import LoadError
 from drafter_service.server.namespace import ClosedError, IdentityError, StreamHandle
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
-from drafter_service.server.requests import (
-    MAX_FIELDS,
-    default_namespace,
-    has_few_fields,
-    read_engine,
-    read_model,
-    read_padding,
-)
-from drafter_service.server.retries import LoadError
+from drafter_service.server.requests import default_namespace, has_few_fields, read_engine, read_model, read_padding
 from drafter_service.server.session import Session, error_response
-from drafter_service.server.step_socket import Answer, Send
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import PROTOCOL, SHAPES, WireError
+from drafter_service.transport.wire import MAX_FIELDS, PROTOCOL, SHAPES, WireError
 
 logger = structlog.get_logger(__name__)
 
@@ -49,6 +41,46 @@ REFUSALS: dict[type[Exception], grpc.StatusCode] = {
 """gRPC status codes of the exceptions that end a stream or a call."""
 
 
+class OpenStream(Protocol):
+    """A stream whose caller is known."""
+
+    is_sending: bool
+    """Whether a response is being sent."""
+
+    def answer(self, data: bytes) -> bytes | Awaitable[bytes]:
+        """Return the serialized response to a request, now or later. An exception ends the stream."""
+
+    def sent(self) -> None:
+        """Do what the last request needs once its response is sent."""
+
+
+class Streams(Protocol):
+    """Answers Draft streams, over any transport."""
+
+    def open(self, context: Context) -> AbstractAsyncContextManager[OpenStream]:
+        """Serve one stream within the block, whose exceptions end it with a status, as `context.abort` does."""
+
+
+def draft_method(streams: Streams) -> grpc.RpcMethodHandler:
+    """Return gRPC's handler of Draft, to which messages are passed as bytes.
+
+    gRPC would report one that it cannot parse as an internal error.
+    """
+
+    async def draft(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        async with streams.open(context) as stream:
+            async for data in requests:
+                response = stream.answer(data)
+                if not isinstance(response, bytes):
+                    response = await response
+                stream.is_sending = True
+                yield response
+                stream.is_sending = False
+                stream.sent()
+
+    return grpc.stream_stream_rpc_method_handler(draft)
+
+
 class StreamRights:
     """The rights of a stream's caller in its namespace. They are determined again when the callers file changes."""
 
@@ -67,75 +99,36 @@ class StreamRights:
         return self._may_learn
 
 
-class DraftStreams:
-    """All Draft streams of a service. Used by the event loop alone."""
+class DraftStream(StreamHandle):
+    """One engine's stream over the session of a namespace."""
 
-    def __init__(self, namespaces: Namespaces, access: AccessControl, limits: Limits) -> None:
-        self._namespaces = namespaces
-        self._access = access
-        self._limits = limits
-        self.streams: set[StreamHandle] = set()
+    def __init__(
+        self, limits: Limits, namespaces: Namespaces, authorized: AuthorizedCall, stack: AsyncExitStack
+    ) -> None:
+        """stack: closed at the end of the stream."""
+        super().__init__(cast("asyncio.Task[object]", asyncio.current_task()))
         self.refused = 0
-        """Number of refused streams and requests."""
-        self._stopping = False
+        """Number of refused requests."""
+        self._limits, self._namespaces, self._authorized, self._stack = limits, namespaces, authorized, stack
+        self._session: Session | None = None
+        """None before the handshake."""
 
-    async def draft(
-        self,
-        requests: AsyncIterator[bytes],
-        context: Context,
-        on_open: Callable[[Answer], None] = lambda _: None,
-    ) -> AsyncGenerator[pb.DraftResponse, None]:
-        """Serve one engine's stream.
+    def answer(self, data: bytes) -> bytes | Awaitable[bytes]:
+        """See `OpenStream`."""
+        request = _parsed(data)
+        if self._session is None:
+            return self._begin(request)
+        return self._answer(self._session, request).SerializeToString()
 
-        on_open: called after the first request, with a function that answers a request. It may be called while
-        `requests` waits for the next request. If it raises, `requests` must raise the same exception.
-        """
-        if len(self.streams) >= self._limits.streams:
-            self.refused += 1
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {self._limits.streams} streams already"
-            )
-        stream = StreamHandle(cast("asyncio.Task[object]", asyncio.current_task()))
-        self.streams.add(stream)
-        try:
-            async with (
-                self._access.authorize(context) as authorized,
-                aclosing(self._serve(requests, authorized, stream, on_open)) as served,
-            ):
-                async for response in served:
-                    stream.is_answering = True
-                    yield response
-                    stream.is_answering = False
-                    if stream.is_over:
-                        stream.task.cancel()
-        except tuple(REFUSALS) as refused:
-            self.refused += 1
-            # The message, which the client gets and logs, may quote its request.
-            logger.warning("stream refused", reason=type(refused).__name__)
-            await context.abort(REFUSALS[type(refused)], str(refused))
-        except asyncio.CancelledError:
-            if not self._stopping:
-                raise
-        finally:
-            self.streams.discard(stream)
+    def sent(self) -> None:
+        """See `OpenStream`."""
+        if self._session is not None:
+            self._session.record()
+        if self.is_over:
+            self.task.cancel()
 
-    def stop(self) -> None:
-        """End every stream after the request in progress."""
-        self._stopping = True
-        for stream in self.streams:
-            stream.end()
-
-    async def _serve(
-        self,
-        requests: AsyncIterator[bytes],
-        authorized: AuthorizedCall,
-        stream: StreamHandle,
-        on_open: Callable[[Answer], None],
-    ) -> AsyncGenerator[pb.DraftResponse, None]:
-        first = await anext(aiter(requests), None)
-        if first is None:
-            return
-        request = _parsed(first)
+    async def _begin(self, request: pb.DraftRequest | None) -> bytes:
+        """Answer the first request."""
         if request is None or not request.HasField("hello"):
             raise WireError("the first request of a stream has no hello")
         hello = request.hello
@@ -146,51 +139,102 @@ class DraftStreams:
         model = read_model(hello.model)
         name = hello.namespace or default_namespace(model)
         engine, padding = read_engine(hello), read_padding(hello)
-        rights = StreamRights(authorized, name)
-        rights.may_learn()
-        async with AsyncExitStack() as stack:
-            namespace = await stack.enter_async_context(self._namespaces.use_for_drafts(name, model))
-            shape = SHAPES.get(hello.draft_shape)
-            session = Session(namespace, self._limits, engine, shape, padding)
-            namespace.streams.add(stream)
-            try:
-                response = self._answer(session, request, rights, is_first=True)
-                session.record()
-                response.welcome.CopyFrom(_welcome(session, self._limits, may_learn=rights.may_learn()))
-                yield response
+        self._rights = StreamRights(self._authorized, name)
+        may_learn = self._rights.may_learn()
+        namespace = await self._stack.enter_async_context(self._namespaces.use_for_drafts(name, model))
+        session = Session(namespace, self._limits, engine, SHAPES.get(hello.draft_shape), padding)
+        self._stack.callback(session.close)
+        namespace.streams.add(self)
+        self._stack.callback(namespace.streams.discard, self)
+        request.ClearField("hello")
+        response = self._answer(session, request)
+        response.welcome.CopyFrom(
+            pb.Welcome(
+                protocol=PROTOCOL,
+                namespace=namespace.name,
+                may_learn=may_learn,
+                max_draft=session.max_draft,
+                max_sequences=self._limits.sequences,
+                max_tokens=self._limits.stream_tokens,
+            )
+        )
+        self._session = session
+        return response.SerializeToString()
 
-                def answer(data: bytes, send: Send) -> None:
-                    send(self._answer(session, _parsed(data), rights))
-                    session.record()
+    @property
+    def dropped(self) -> ClosedError | None:
+        """The error for a stream whose namespace was dropped, which has cancelled it."""
+        if self._session is None or not self._session.namespace.is_closed:
+            return None
+        return ClosedError(f"namespace {self._session.namespace.name!r} was dropped")
 
-                on_open(answer)
-                async for data in requests:
-                    response = self._answer(session, _parsed(data), rights)
-                    session.record()
-                    yield response
-            except asyncio.CancelledError:
-                if namespace.is_closed:
-                    raise ClosedError(f"namespace {name!r} was dropped") from None
-                raise
-            finally:
-                namespace.streams.discard(stream)
-                session.close()
-
-    def _answer(
-        self, session: Session, request: pb.DraftRequest | None, rights: StreamRights, *, is_first: bool = False
-    ) -> pb.DraftResponse:
+    def _answer(self, session: Session, request: pb.DraftRequest | None) -> pb.DraftResponse:
         """Return the response to a request. Raises AccessDeniedError once the caller has lost its rights."""
-        may_learn = rights.may_learn()
+        may_learn = self._rights.may_learn()
         if request is None:
             message = f"the message is not a DraftRequest of ssd.drafter.v1 with at most {MAX_FIELDS} sequences"
             response = error_response(0, grpc.StatusCode.INVALID_ARGUMENT, message)
-        elif request.HasField("hello") and not is_first:
+        elif request.HasField("hello"):
             message = "hello is only valid in the first request of a stream"
             response = error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, message)
         else:
             response = session.answer(request, may_learn=may_learn)
         self.refused += response.HasField("error")
         return response
+
+
+class DraftStreams:
+    """All Draft streams of a service. Used by the event loop alone."""
+
+    def __init__(self, namespaces: Namespaces, access: AccessControl, limits: Limits) -> None:
+        self._namespaces = namespaces
+        self._access = access
+        self._limits = limits
+        self.streams: set[DraftStream] = set()
+        self._refused = 0
+        """Number of refused streams, and of refused requests of streams that have ended."""
+        self._stopping = False
+
+    @property
+    def refused(self) -> int:
+        """Number of refused streams and requests."""
+        return self._refused + sum(stream.refused for stream in self.streams)
+
+    @asynccontextmanager
+    async def open(self, context: Context) -> AsyncIterator[DraftStream]:
+        """See `Streams`."""
+        if len(self.streams) >= self._limits.streams:
+            self._refused += 1
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {self._limits.streams} streams already"
+            )
+        try:
+            async with self._access.authorize(context) as authorized, AsyncExitStack() as stack:
+                stream = DraftStream(self._limits, self._namespaces, authorized, stack)
+                self.streams.add(stream)
+                stack.callback(self._ended, stream)
+                try:
+                    yield stream
+                except asyncio.CancelledError:
+                    if stream.dropped is not None:
+                        raise stream.dropped from None
+                    if not self._stopping:
+                        raise
+        except tuple(REFUSALS) as refused:
+            self._refused += 1
+            # The message, which the client gets and logs, may quote its request.
+            logger.warning("stream refused", reason=type(refused).__name__)
+            await context.abort(REFUSALS[type(refused)], str(refused))
+
+    def stop(self) -> None:
+        """End every stream after the request in progress."""
+        self._stopping = True
+        for stream in self.streams:
+            stream.end()
+
+    def _ended(self, stream: DraftStream) -> None:
+        self.streams.discard(stream)
+        self._refused += stream.refused
 
 
 def _parsed(data: bytes) -> pb.DraftRequest | None:
@@ -203,15 +247,3 @@ def _parsed(data: bytes) -> pb.DraftRequest | None:
     except DecodeError:
         return None
     return request
-
-
-def _welcome(session: Session, limits: Limits, *, may_learn: bool) -> pb.Welcome:
-    namespace = session.namespace
-    return pb.Welcome(
-        protocol=PROTOCOL,
-        namespace=namespace.name,
-        may_learn=may_learn,
-        max_draft=session.max_draft,
-        max_sequences=limits.sequences,
-        max_tokens=limits.stream_tokens,
-    )

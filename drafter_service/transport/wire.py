@@ -1,18 +1,22 @@
-"""Conversion between messages and arrays, with validation of received messages. Only this module encodes arrays."""
+"""The wire format: messages to and from arrays, with validation of received ones, and frames of the step socket.
+
+Only this module encodes arrays.
+"""
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
+import grpc
 import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DraftShape
-from ssd.corpus.ring import MAX_TOKEN_ID, any_of, has_invalid_token
-from ssd.types import DraftBatch, Progress, StepTime
+from ssd.corpus.ring import MAX_TOKEN_ID, any_of, check_tokens, has_invalid_token
+from ssd.corpus.rollout import Rollout
+from ssd.types import ROOT, DraftBatch, Progress, StepTime
 
 PROTOCOL = 3
 """Version of the protocol, sent in the handshake."""
@@ -25,6 +29,9 @@ MESSAGE_SIZES = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 """The maximum message size as options of gRPC servers and channels."""
+
+MAX_FIELDS = 1 << 16
+"""Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
 
 MAX_NAME_BYTES = 512
 """Maximum length of the name of a session, a request, or a part of a model's identity, in bytes of UTF-8."""
@@ -58,8 +65,17 @@ SHAPE_CODES: dict[DraftShape | None, pb.DraftShape] = {
 """Codes of the shapes of drafts; None: as the service is configured."""
 SHAPES = {code: shape for shape, code in SHAPE_CODES.items()}
 
+STATUS = {code.value[0]: code for code in grpc.StatusCode}
+"""gRPC status codes by number."""
+
+DRAFT_METHOD = f"/{pb.DESCRIPTOR.services_by_name['DrafterService'].full_name}/Draft"
+
 DTYPES = {name: np.dtype(f"<{name}") for name in ("u1", "u4", "u8", "i4", "f4", "f8")}
 """Data types on the wire and in the shared log, by their numpy names."""
+
+
+ONE_AS_BITS = np.float32(1.0).view(np.uint32)
+"""Bits of 1.0: as unsigned integers, floats from 0 to 1 are at most this; negative, greater and NaN are above."""
 
 
 class WireError(ValueError):
@@ -105,6 +121,40 @@ def unpack_tokens(data: bytes, field: str, vocab_size: int = 0) -> np.ndarray:
     return tokens
 
 
+def start_message(
+    prompt: np.ndarray,
+    *,
+    hints: np.ndarray | None = None,
+    session_id: str | None = None,
+    request_id: str | None = None,
+    learn: bool = True,
+    rollout: Rollout | None = None,
+    seed: int | None = None,
+    shadow: bool = False,
+    vocab_size: int = 0,
+) -> pb.Start:
+    """Return the start of a sequence, without an id; prompt: uint32 [P], hints: uint32 [H].
+
+    vocab_size: 0 if it is not known. Raises ValueError for a token id that is reserved or outside the vocabulary, and
+    for a name that is too long.
+    """
+    for tokens in (prompt, *([] if hints is None else [hints])):
+        check_tokens(tokens, vocab_size)
+    for what, name in (("session_id", session_id), ("request_id", request_id)):
+        if name is not None and len(name.encode()) > MAX_NAME_BYTES:
+            raise ValueError(f"{what} has {len(name.encode())} bytes; the maximum is {MAX_NAME_BYTES}")
+    return pb.Start(
+        prompt=pack(prompt, "u4"),
+        hints=b"" if hints is None else pack(hints, "u4"),
+        session_id=session_id or "",
+        request_id=request_id or "",
+        learn=learn,
+        shadow=shadow,
+        rollout=None if rollout is None else pb.Rollout(group=rollout.group, version=rollout.version),
+        seed=seed,
+    )
+
+
 def batch_message(progress: Progress, sequence_ids: bytes | None = None, message: pb.Batch | None = None) -> pb.Batch:
     """Write a step's progress into a message, by default a new one, and return it.
 
@@ -129,31 +179,14 @@ def batch_message(progress: Progress, sequence_ids: bytes | None = None, message
 
 
 def read_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
-    """Return a step's progress. Raises WireError for inconsistent arrays, and for token ids as `unpack_tokens`."""
-    sequence_ids = _read_ids(message.sequence_ids)
-    sequences = len(sequence_ids)
-    tokens = unpack_tokens(message.tokens, "batch.tokens", vocab_size)
-    return Progress(
-        sequence_ids=sequence_ids,
-        tokens=tokens,
-        offsets=read_offsets(message.offsets, sequences, len(tokens), "batch.offsets"),
-        verified=_read_array(message.verified, "u4", sequences, "batch.verified"),
-        max_draft=_read_array(message.max_draft, "u4", sequences, "batch.max_draft"),
-        cost=_read_fraction(message, "cost"),
-        steps=_read_steps(message.steps, sequences),
-        min_path_prob=_read_fraction(message, "min_path_prob"),
-        step_times=_read_step_times(message),
-        other_tokens=message.other_tokens,
-        other_sequences=message.other_sequences,
-    )
+    """Return a step's progress; `check_batch`, or a drafter, checks whether its arrays fit together.
 
-
-def unpack_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
-    """Return a step's progress without `steps`, for a drafter, which checks itself whether the arrays fit together.
-
-    Takes half the time of `read_batch`. Raises WireError for bytes that are not a whole number of elements, and for
-    token ids as `unpack_tokens`.
+    Raises WireError for bytes that are not a whole number of elements, too many sequences or steps, and for token ids
+    as `unpack_tokens`.
     """
+    sequences = len(message.sequence_ids) // 8
+    if sequences > MAX_FIELDS:
+        raise WireError(f"batch.sequence_ids has {sequences} elements; the maximum is {MAX_FIELDS}")
     return Progress(
         sequence_ids=unpack(message.sequence_ids, "u8", "batch.sequence_ids"),
         tokens=unpack_tokens(message.tokens, "batch.tokens", vocab_size),
@@ -161,11 +194,20 @@ def unpack_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
         verified=unpack(message.verified, "u4", "batch.verified"),
         max_draft=unpack(message.max_draft, "u4", "batch.max_draft"),
         cost=message.cost if message.HasField("cost") else None,
+        steps=_read_steps(message.steps) if message.steps else None,
         min_path_prob=message.min_path_prob if message.HasField("min_path_prob") else None,
         step_times=_read_step_times(message),
         other_tokens=message.other_tokens,
         other_sequences=message.other_sequences,
     )
+
+
+def check_batch(batch: Progress, offered: Mapping[int, int] | None = None) -> None:
+    """Raise WireError as `Progress.check` raises ValueError; offered: None if counts are not checked."""
+    try:
+        batch.check(dict.fromkeys(batch.sequence_ids.tolist(), MAX_COUNT) if offered is None else offered)
+    except ValueError as problem:
+        raise WireError(f"batch: {problem}") from None
 
 
 def drafts_message(drafts: DraftBatch, message: pb.Drafts | None = None) -> pb.Drafts:
@@ -180,17 +222,32 @@ def drafts_message(drafts: DraftBatch, message: pb.Drafts | None = None) -> pb.D
     return message
 
 
-def read_drafts(message: pb.Drafts, count: int) -> DraftBatch:
-    """Return `count` drafts. Raises WireError for inconsistent arrays."""
-    tokens = unpack_tokens(message.tokens, "drafts.tokens")
-    return DraftBatch(
-        tokens=tokens,
-        parents=_read_array(message.parents, "i4", len(tokens), "drafts.parents"),
-        accept_prob=_read_array(message.accept_prob, "f4", len(tokens), "drafts.accept_prob"),
-        source=_read_array(message.source, "u1", len(tokens), "drafts.source"),
-        offsets=read_offsets(message.offsets, count, len(tokens), "drafts.offsets"),
-        pause_steps=message.pause_steps,
-    )
+def read_drafts(message: pb.Drafts, limits: np.ndarray, vocab_size: int = 0) -> tuple[DraftBatch, int]:
+    """Return the drafts with at most `limits` tokens each, uint32 [B], and the number of malformed ones.
+
+    A malformed draft, which becomes empty, is too long, has a token id outside the vocabulary, or a parent or a
+    probability that is impossible. vocab_size: 0 if it is not known. Raises WireError for inconsistent arrays.
+    """
+    tokens = unpack(message.tokens, "u4", "drafts.tokens")
+    count = len(tokens)
+    parents = _read_array(message.parents, "i4", count, "drafts.parents")
+    accept_prob = _read_array(message.accept_prob, "f4", count, "drafts.accept_prob")
+    source = _read_array(message.source, "u1", count, "drafts.source")
+    offsets = read_offsets(message.offsets, len(limits), count, "drafts.offsets")
+    drafts = DraftBatch(tokens, parents, accept_prob, source, offsets, message.pause_steps)
+    sizes = offsets[1:] - offsets[:-1]
+    # As unsigned numbers, parents below the root and probabilities below 0 are too large.
+    index = np.arange(count, dtype=np.uint32) - offsets[:-1].repeat(sizes)
+    is_wrong = (parents - ROOT).view(np.uint32) > index
+    is_wrong |= accept_prob.view(np.uint32) > ONE_AS_BITS
+    is_wrong |= tokens > (vocab_size - 1 if vocab_size else MAX_TOKEN_ID)
+    is_long = sizes > limits
+    if not any_of(is_wrong) and not any_of(is_long):
+        return drafts, 0
+    wrong_before = np.concatenate(([0], is_wrong.cumsum()))
+    is_kept = (wrong_before[offsets[1:]] == wrong_before[offsets[:-1]]) & ~is_long
+    kept = is_kept.nonzero()[0]
+    return drafts.take(kept).scatter(kept, len(limits)), len(limits) - len(kept)
 
 
 def read_offsets(data: bytes, items: int, elements: int, field: str) -> np.ndarray:
@@ -200,20 +257,6 @@ def read_offsets(data: bytes, items: int, elements: int, field: str) -> np.ndarr
     if bounds[0] != 0 or bounds[-1] != elements or sorted(bounds) != bounds:
         raise WireError(f"{field} must increase from 0 to {elements}, the number of elements")
     return offsets
-
-
-def _read_ids(data: bytes) -> np.ndarray:
-    sequence_ids = unpack(data, "u8", "batch.sequence_ids")
-    if len(set(sequence_ids.tolist())) != len(sequence_ids):
-        raise WireError("batch.sequence_ids contains a sequence twice")
-    return sequence_ids
-
-
-def _read_fraction(message: pb.Batch, field: Literal["cost", "min_path_prob"]) -> float | None:
-    value: float | None = getattr(message, field) if message.HasField(field) else None
-    if value is not None and not 0 < value <= 1:
-        raise WireError(f"batch.{field} is {value}; it must be greater than 0 and at most 1")
-    return value
 
 
 def _write_step_times(steps: Sequence[StepTime], message: pb.Batch) -> None:
@@ -243,10 +286,8 @@ def _read_step_times(message: pb.Batch) -> Sequence[StepTime]:
     return [StepTime(*row) for row in zip(*columns, strict=True)]
 
 
-def _read_steps(data: bytes, sequences: int) -> np.ndarray | None:
-    if not data:
-        return None
-    steps = _read_array(data, "u4", sequences, "batch.steps")
+def _read_steps(data: bytes) -> np.ndarray:
+    steps = unpack(data, "u4", "batch.steps")
     if len(steps) and int(steps.max()) > MAX_STEPS:
         raise WireError(f"batch.steps holds {int(steps.max())}; the maximum is {MAX_STEPS}")
     return steps
@@ -257,3 +298,61 @@ def _read_array(data: bytes, dtype: str, length: int, field: str) -> np.ndarray:
     if len(array) != length:
         raise WireError(f"{field} has {len(array)} elements, not {length}")
     return array
+
+
+# Frames: the Draft stream over a plain Unix socket, several times faster than HTTP/2.
+#
+#    client    MAGIC, then frames: the "authorization" metadata of the call ("" for none), then every DraftRequest
+#    service   frames: every DraftResponse, then one that is marked as the last and holds an Error; its code is a gRPC
+#              status code, 0 for a stream that ended normally
+#
+# A frame is a length in bytes, uint32 little endian, and the data. The highest bit of the length marks the last frame.
+
+MAGIC = b"ssd.drafter.v1\n"
+HEADER = struct.Struct("<I")
+LAST = 1 << 31
+
+
+def framed(data: bytes) -> bytes:
+    """Return a message as a frame."""
+    return HEADER.pack(len(data)) + data
+
+
+def last_frame(code: int, message: str) -> bytes:
+    """Return the frame that ends a stream; `code` is a gRPC status code."""
+    data = pb.Error(code=code, message=message).SerializeToString()
+    return HEADER.pack(len(data) | LAST) + data
+
+
+def read_header(header: bytes | bytearray, begin: int = 0) -> tuple[int, bool]:
+    """Return a frame's number of bytes, and whether it is the last. Raises WireError for a frame that is too long."""
+    (length,) = HEADER.unpack_from(header, begin)
+    size = length & ~LAST
+    if size > MAX_MESSAGE_BYTES:
+        raise WireError(f"a frame has {size} bytes; the maximum is {MAX_MESSAGE_BYTES}")
+    return size, length >= LAST
+
+
+class Frames:
+    """Splits received bytes into frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
+        """Add received bytes; return completed frames, each with whether it is the last. Raises as `read_header`."""
+        if not self._data and len(data) >= HEADER.size:
+            size, is_last = read_header(data)
+            if size == len(data) - HEADER.size:
+                return [(data[HEADER.size :], is_last)]
+        self._data += data
+        frames, begin = [], 0
+        while len(self._data) >= begin + HEADER.size:
+            size, is_last = read_header(self._data, begin)
+            end = begin + HEADER.size + size
+            if len(self._data) < end:
+                break
+            frames.append((bytes(self._data[begin + HEADER.size : end]), is_last))
+            begin = end
+        del self._data[:begin]
+        return frames

@@ -13,8 +13,7 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
-from drafter_service.client.gguf import is_gguf
-from drafter_service.client.gguf_tokenizer import load_gguf_tokenizer
+from drafter_service.client.gguf import is_gguf, load_gguf_tokenizer
 from ssd.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"

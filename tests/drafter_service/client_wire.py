@@ -21,13 +21,7 @@ class Wire:
         self.responses: deque[pb.DraftResponse] = deque()
 
     def connect(self) -> None:
-        self.client.connected()
-        self.flush()
-
-    def flush(self) -> None:
-        self.requests += [
-            pb.DraftRequest.FromString(one.message().SerializeToString()) for one in self.client.pending.take_outgoing()
-        ]
+        self.client.connected(lambda data: self.requests.append(pb.DraftRequest.FromString(data)))
 
     def serve(self, limit: int = 1 << 30) -> int:
         """Let the service answer at most `limit` requests; return their number."""
@@ -41,13 +35,11 @@ class Wire:
         """Let at most `limit` responses arrive."""
         count = 0
         while self.responses and count < limit:
-            self.client.receive(self.responses.popleft())
-            self.flush()
+            self.client.receive(self.responses.popleft().SerializeToString())
             count += 1
 
     def settle(self) -> None:
         """Deliver all messages."""
-        self.flush()
         while self.serve():
             self.deliver()
         self.deliver()
@@ -61,7 +53,6 @@ class Wire:
 
     def draft(self, progress, *, in_time: bool = True) -> DraftBatch:
         turn = self.client.draft(progress)
-        self.flush()
         if in_time:
             self.settle()
         return self.client.settle(turn)
@@ -75,9 +66,7 @@ def connected(guess=lambda _text, _limit: [], **options) -> Wire:
 
 
 def start(client: Protocol, sequence_id: int, prompt: list[int], **options) -> None:
-    client.start(
-        sequence_id, array(prompt), **{"hints": None, "session_id": None, "request_id": None, "learn": True, **options}
-    )
+    client.start(sequence_id, array(prompt), **options)
 
 
 def counting(text: list[int], limit: int) -> list[int]:

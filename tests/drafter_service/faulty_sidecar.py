@@ -12,7 +12,7 @@ import sys
 import time
 
 from drafter_service.commands.main import cli
-from drafter_service.server import housekeeping, namespaces, retries
+from drafter_service.server import disk, namespaces, server
 
 DISK_LIMIT_S = 0.3
 """See `namespaces.DISK_LIMIT_S`."""
@@ -90,8 +90,8 @@ def break_folder(folder, control):
         setattr(os, name, faults.before(getattr(os, name)))
     namespaces.DISK_LIMIT_S = DISK_LIMIT_S
     namespaces.DISK_BYTES_PER_S = 1e12
-    retries.FIRST_RETRY_S, retries.LONGEST_RETRY_S = RETRY_S / 4, RETRY_S
-    housekeeping.IDLE_S = IDLE_S
+    disk.FIRST_RETRY_S, disk.LONGEST_RETRY_S = RETRY_S / 4, RETRY_S
+    server.IDLE_S = IDLE_S
 
 
 if __name__ == "__main__":

@@ -64,10 +64,17 @@ def texts(*runs, names=()):
     return pb.Texts(tokens=pack(flat, "u4"), offsets=pack(offsets, "u4"), request_ids=names)
 
 
+def drafts_in(message, sequences):
+    """Return the drafts of a message, of which none is malformed."""
+    drafts, malformed = read_drafts(message, np.full(sequences, 1 << 16, np.uint32))
+    assert not malformed
+    return drafts
+
+
 def drafted(response, sequences=1, index=0):
     """Return the tokens of a sequence's draft."""
     assert not response.HasField("error"), response.error.message
-    return read_drafts(response.drafts, sequences).tokens_of(index).tolist()
+    return drafts_in(response.drafts, sequences).tokens_of(index).tolist()
 
 
 def lost(response):

@@ -17,7 +17,6 @@ from drafter_service.commands.conformance.checks import Check, Checks
 from drafter_service.commands.conformance.observed import EVENT_AT, EVENTS, MAX_DRAFT, Predictions, Scenario, Sequence
 from drafter_service.commands.conformance.sequence_rules import SequenceRules
 from drafter_service.server.requests import (
-    MAX_FIELDS,
     FinishedSequence,
     StartedSequence,
     has_few_fields,
@@ -26,7 +25,16 @@ from drafter_service.server.requests import (
 )
 from drafter_service.server.session import error_response
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import PROTOCOL, WireError, check_engine_name, drafts_message, pack, read_batch
+from drafter_service.transport.wire import (
+    MAX_FIELDS,
+    PROTOCOL,
+    WireError,
+    check_batch,
+    check_engine_name,
+    drafts_message,
+    pack,
+    read_batch,
+)
 from ssd.types import DraftBatch, Path, Progress
 
 RUN_AGAIN = "run the same prompts again, greedily, with outputs of 32 tokens or more"
@@ -171,6 +179,8 @@ class EngineChecker:
         starts = [read_start(message, index) for index, message in enumerate(request.starts)]
         finishes = [read_finish(message, index) for index, message in enumerate(request.finishes)]
         batch = read_batch(request.batch) if request.HasField("batch") else None
+        if batch is not None:
+            check_batch(batch)
         self._check_tokens(stream, [each.tokens for each in (*finishes, batch) if each is not None])
         self._check_tokens(stream, [tokens for each in starts for tokens in (each.hints, each.prompt, each.committed)])
         event = None if batch is None else self._event(stream, batch)

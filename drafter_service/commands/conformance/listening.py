@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import grpc
 
 from drafter_service.auth.control import Context
 from drafter_service.auth.listening import listen
 from drafter_service.commands.conformance.engine_side import EngineChecker
-from drafter_service.server.step_socket import Answer, StepSocket
+from drafter_service.server.step_socket import StepSocket
+from drafter_service.server.stream import draft_method
 from drafter_service.settings.tree import AccessConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
@@ -32,25 +34,36 @@ class CheckedStreams:
         self.last_request = asyncio.get_running_loop().time()
         """Time of the last request, by the event loop's clock."""
 
-    async def draft(
-        self,
-        requests: AsyncIterator[bytes],
-        context: Context,
-        on_open: Callable[[Answer], None] = lambda _: None,  # noqa: ARG002
-    ) -> AsyncGenerator[pb.DraftResponse, None]:
-        """Serve one stream. No request is answered without waiting, so `on_open` is not called."""
-        stream = self._checker.opened()
+    @asynccontextmanager
+    async def open(self, context: Context) -> AsyncIterator[CheckedStream]:
+        """See `drafter_service.server.stream.Streams`."""
+        stream = CheckedStream(self, self._checker, context)
         try:
-            async for data in requests:
-                self.last_request = asyncio.get_running_loop().time()
-                reply = self._checker.answer(stream, data)
-                if reply.response is None:
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the conformance test breaks this stream")
-                    return
-                await asyncio.sleep(LATE_S if reply.is_late else 0)
-                yield reply.response
+            yield stream
         finally:
-            self._checker.closed(stream)
+            self._checker.closed(stream.checked)
+
+
+class CheckedStream:
+    """One stream."""
+
+    is_sending = False
+
+    def __init__(self, streams: CheckedStreams, checker: EngineChecker, context: Context) -> None:
+        self._streams, self._checker, self._context = streams, checker, context
+        self.checked = checker.opened()
+
+    async def answer(self, data: bytes) -> bytes:
+        """Check a request, and answer it as planned."""
+        self._streams.last_request = asyncio.get_running_loop().time()
+        reply = self._checker.answer(self.checked, data)
+        if reply.response is None:
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the conformance test breaks this stream")
+        await asyncio.sleep(LATE_S if reply.is_late else 0)
+        return reply.response.SerializeToString()
+
+    def sent(self) -> None:
+        """Do nothing."""
 
 
 async def run_engine_checks(
@@ -63,10 +76,7 @@ async def run_engine_checks(
     streams = CheckedStreams(checker)
     steps = StepSocket(streams, MAX_CONNECTIONS)
     server = grpc.aio.server(options=[*MESSAGE_SIZES, ("grpc.so_reuseport", 0)])
-    handler = grpc.stream_stream_rpc_method_handler(
-        streams.draft, response_serializer=lambda message: message.SerializeToString()
-    )
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Draft": handler})])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Draft": draft_method(streams)})])
     try:
         address.claim()
         if address.steps is not None:

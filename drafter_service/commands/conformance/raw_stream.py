@@ -10,13 +10,11 @@ from typing import Protocol
 
 import grpc
 
-from drafter_service.client.socket_stream import STATUS
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.frames import HEADER, MAGIC, framed, read_header
+from drafter_service.transport.wire import DRAFT_METHOD, HEADER, MAGIC, STATUS, framed, read_header
 
 TIMEOUT_S = 20.0
 """Maximum wait for a response."""
-DRAFT = f"/{pb.DESCRIPTOR.services_by_name['DrafterService'].full_name}/Draft"
 
 
 class StreamEndedError(Exception):
@@ -49,7 +47,7 @@ class RawGrpcStream:
 
     def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
-        method = channel.stream_stream(DRAFT, response_deserializer=pb.DraftResponse.FromString)
+        method = channel.stream_stream(DRAFT_METHOD, response_deserializer=pb.DraftResponse.FromString)
         self._call = method(self._sent(), metadata=metadata, timeout=TIMEOUT_S)
 
     def send(self, data: bytes) -> None:

@@ -20,7 +20,7 @@ from drafter_service.transport.wire import (
     read_drafts,
     unpack,
 )
-from ssd.types import DraftBatch, Progress, StepTime
+from ssd.types import Progress, StepTime
 
 LEARNING_TIMEOUT_S = 10.0
 """Maximum time until learned text is drafted."""
@@ -112,21 +112,14 @@ def require(condition: bool, otherwise: str) -> None:
 def drafts_of(response: pb.DraftResponse, count: int, limit: int) -> list[list[int]]:
     """Return the tokens of the drafts of a response. Raises BrokenRuleError for malformed ones."""
     try:
-        batch = read_drafts(response.drafts, count)
+        batch, malformed = read_drafts(response.drafts, np.full(count, limit, np.uint32))
     except WireError as problem:
         raise BrokenRuleError(str(problem)) from None
-    for index in range(count):
-        _check_draft(batch, index, limit)
+    require(
+        not malformed,
+        f"a draft has more than {limit} tokens, a parent not before its child, or an accept_prob outside 0 to 1",
+    )
     return [batch.tokens_of(index).tolist() for index in range(count)]
-
-
-def _check_draft(batch: DraftBatch, index: int, limit: int) -> None:
-    parents = batch.parents_of(index)
-    require(len(parents) <= limit, f"a draft has {len(parents)} tokens; at most {limit} were wanted")
-    ordered = (parents >= -1) & (parents < np.arange(len(parents)))
-    require(bool(ordered.all()), "drafts.parents: a parent does not come before its child")
-    probabilities = batch.accept_prob
-    require(bool(((probabilities >= 0) & (probabilities <= 1)).all()), "drafts.accept_prob is not within 0 to 1")
 
 
 # One function a check. Each has a stream of its own.

@@ -22,7 +22,7 @@ from drafter_service.commands.conformance.service_rules import (
 )
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-from drafter_service.transport.absence import system_error
+from drafter_service.transport.address import system_error
 from drafter_service.transport.wire import PROTOCOL, WireError
 from ssd.errors import UserError
 

@@ -1,16 +1,14 @@
 """The client over real sockets, against a service whose failures tests control."""
 
 import time
-from dataclasses import replace
 
 import pytest
 
-from drafter_service.client.messages import Welcome
+from drafter_service.client.protocol import Welcome
 from drafter_service.observability.facts import ModelIdentity
 from ssd.errors import UserError
 from tests.drafter_service.fake_server import TIMEOUT_S, draft_of, unpacked
 from tests.drafter_service.raw import eventually
-from tests.replay import progress_of
 from tests.strategies import array
 
 
@@ -28,25 +26,6 @@ def test_a_stream_begins_with_the_handshake(fake, connect):
 def test_the_service_says_what_it_allows(fake, connect):
     fake.service.max_draft, fake.service.may_learn = 16, False
     assert connect(namespace="team-a").welcome == Welcome("team-a", False, 16, 0, 0)
-
-
-def test_the_number_of_steps_is_sent(fake, connect):
-    client = connect()
-    client.start(1, array([5]))
-    draft_of(client, [], limit=2)
-    client.draft(replace(progress_of({1: [9, 9, 9]}, limit=2), steps=array([3])))
-    assert unpacked(fake.service.requests[-1].batch.steps) == [3]
-    client.finish(1, array([9, 9]), steps=2)
-    client.close()
-    assert [finish.steps for request in fake.service.requests for finish in request.finishes] == [2]
-
-
-def test_hints_are_sent_apart_from_the_prompt(fake, connect):
-    client = connect()
-    client.start(1, array([5]), hints=array([7, 8]))
-    draft_of(client, [])
-    [start] = [start for request in fake.service.requests for start in request.starts]
-    assert (unpacked(start.hints), unpacked(start.prompt)) == ([7, 8], [5])
 
 
 def test_forgetting_needs_the_service(fake, connect):
@@ -68,20 +47,6 @@ def test_an_interrupt_ends_the_wait_for_drafts(fake, connect, monkeypatch):
             draft_of(client, [])
     client.start(2, array([6]))
     client.finish(1, array([6]))
-
-
-def test_the_arguments_of_start_and_finish_are_sent(fake, connect):
-    client = connect()
-    client.start(1, array([5]), session_id="chat", request_id="req-1", learn=False)
-    client.start(2, array([6]))
-    client.draft(progress_of({1: [], 2: []}, limit=1))
-    first, second = (request.starts[0] for request in fake.service.requests[1:3])
-    assert (first.session_id, first.request_id, first.learn) == ("chat", "req-1", False)
-    assert (second.session_id, second.learn) == ("", True)
-    client.finish(1, array([7]))
-    client.finish(2, array([8]), learn=True)
-    client.close()
-    assert list(fake.service.learned.values()) == [[6, 8]]
 
 
 def test_the_client_waits_once_for_a_late_service_and_sends_nothing_before_its_answer(fake, connect):

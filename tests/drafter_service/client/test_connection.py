@@ -12,7 +12,7 @@ from drafter_service.client.connection import (
     ConnectionState,
     StreamEnd,
 )
-from drafter_service.client.socket_stream import StreamError
+from drafter_service.client.streams import StreamError
 
 
 def test_waits_between_attempts_are_random_parts_of_a_doubling_interval():

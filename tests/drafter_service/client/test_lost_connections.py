@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from drafter_service.client.connection import GOOD_RESPONSES
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.frames import MAGIC, Frames, framed
+from drafter_service.transport.wire import MAGIC, Frames, framed
 from tests.drafter_service.client_wire import counting
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, draft_of, fake_server_thread
 from tests.drafter_service.raw import eventually
@@ -224,8 +224,8 @@ def test_on_lost_may_close_the_client(fake, connect):
 
 
 BAD_FRAMES = {
-    "no response": (framed(b"\xff" * 4), "a frame does not hold a DraftResponse"),
-    "no end": (struct.pack("<I", 4 | 1 << 31) + b"\xff" * 4, "a frame does not hold a Error"),
+    "no response": (framed(b"\xff" * 4), "a message is not a DraftResponse"),
+    "no end": (struct.pack("<I", 4 | 1 << 31) + b"\xff" * 4, "a frame does not hold an Error"),
     "too long": (struct.pack("<I", 0x7FFF_FFFF), "a frame has 2147483647 bytes; the maximum is 67108864"),
 }
 

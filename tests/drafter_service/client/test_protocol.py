@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from drafter_service.client.pending import Phase
-from drafter_service.client.sequences import RunningSequences
+from drafter_service.client.protocol import Protocol
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import read_batch
+from ssd.corpus.rollout import Rollout
 from ssd.types import StepTime
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
 from tests.drafter_service.fake_engine import FakeEngine, Request
-from tests.drafter_service.fake_server import FakeService
+from tests.drafter_service.fake_server import FakeService, unpacked
 from tests.replay import progress_of
 from tests.strategies import array, examples
 
@@ -53,7 +54,6 @@ class AnyOrder(RuleBasedStateMachine):
         start(self.client, number, text[: 1 + prompt], learn=learn)
         if not learn:
             self.private.add(number)
-        self.wire.flush()
 
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data(), in_time=st.booleans(), served=st.integers(0, 3))
@@ -62,7 +62,6 @@ class AnyOrder(RuleBasedStateMachine):
         chosen = data.draw(st.lists(running, min_size=1, max_size=4, unique=True))
         limits = [self.engine.limit(number, data.draw(st.integers(0, 4))) for number in chosen]
         turn = self.client.draft(self.engine.progress(chosen, limits))
-        self.wire.flush()
         if in_time:
             self.wire.settle()
         else:
@@ -79,7 +78,6 @@ class AnyOrder(RuleBasedStateMachine):
         text = self.engine.finish(self.client, number, learn)
         if learn and number not in self.private:
             self.to_learn[number] = text
-        self.wire.flush()
 
     @rule(served=st.integers(0, 5), delivered=st.integers(0, 5))
     def pass_on(self, served, delivered):
@@ -172,16 +170,16 @@ def test_verified_tokens_and_steps_are_counted_exactly(limit):
 def test_the_fast_path_sends_the_same_requests_as_the_general_path(monkeypatch):
     monkeypatch.setattr("drafter_service.client.protocol.secrets.token_hex", lambda size: "name")
     _, forwarded, forwarded_drafts = run_requests(4, seed=5)
-    batch_of = RunningSequences.batch_of
+    draft = Protocol.draft
     taken = []
 
-    def without_the_fast_path(running, progress):
-        batch = batch_of(running, progress)
-        taken.append(batch.are_current)
-        batch.are_current = False
-        return batch
+    def without_the_fast_path(protocol, progress):
+        running = protocol.sequences.running.values()
+        taken.append(protocol.sequences.behind.isdisjoint(running))
+        protocol.sequences.behind.update(running)
+        return draft(protocol, progress)
 
-    monkeypatch.setattr(RunningSequences, "batch_of", without_the_fast_path)
+    monkeypatch.setattr(Protocol, "draft", without_the_fast_path)
     _, general, general_drafts = run_requests(4, seed=5)
     assert sum(taken) > 10
     assert forwarded_drafts == general_drafts
@@ -235,6 +233,39 @@ def test_names_that_are_too_long_are_refused():
     start(wire.client, 1, [5], session_id="ä" * 256)
 
 
+def test_the_arguments_of_all_calls_are_sent():
+    wire = connected(counting)
+    rollout = Rollout("problem", 3)
+    wire.client.start(
+        1, array([5]), hints=array([7, 8]), session_id="s", request_id="r", learn=False, rollout=rollout, seed=-4
+    )
+    start(wire.client, 2, [6])
+    wire.draft(replace(progress_of({1: [], 2: []}, limit=2), other_tokens=3, other_sequences=2))
+    wire.draft(replace(progress_of({1: [9, 9, 9]}, limit=2), steps=array([3])))
+    finish(wire.client, 1, [9, 9], steps=2)
+    finish(wire.client, 2, [])
+    wire.settle()
+    first, second = (one for request in wire.service.requests for one in request.starts)
+    assert (unpacked(first.hints), unpacked(first.prompt), unpacked(first.committed)) == ([7, 8], [5], [])
+    assert (first.session_id, first.request_id, first.learn, first.seed) == ("s", "r", False, -4)
+    assert (first.rollout.group, first.rollout.version) == ("problem", 3)
+    assert (second.session_id, second.learn, second.HasField("seed"), second.HasField("rollout")) == (
+        "",
+        True,
+        False,
+        False,
+    )
+    batches = [request.batch for request in wire.service.requests if request.HasField("batch")]
+    assert [(unpacked(each.steps), each.other_tokens, each.other_sequences) for each in batches] == [
+        ([], 3, 2),
+        ([3], 0, 0),
+    ]
+    assert [(one.steps, one.learn) for request in wire.service.requests for one in request.finishes] == [
+        (2, False),
+        (0, True),
+    ]
+
+
 def test_a_later_change_of_the_prompt_array_is_not_sent():
     wire = Wire(FakeService())
     prompt = array([5, 6])
@@ -258,34 +289,6 @@ def test_sequence_ids_can_be_reused():
     wire.settle()
     assert sorted(wire.service.learned.values()) == [[5, 6], [15, 16]]
     assert wire.service.texts() == []
-
-
-def test_invalid_calls_are_refused_without_effect():
-    wire = connected(counting)
-    start(wire.client, 1, [5])
-    start(wire.client, 2, [6])
-    wire.draft(progress_of({1: [], 2: []}, limit=2))
-    before = len(wire.service.requests)
-    twice = progress_of({1: [], 2: []}, limit=1)
-    twice.sequence_ids[1] = 1
-    for wrong, reason in (
-        (twice, "twice"),
-        (progress_of({1: [], 3: []}, limit=1), "sequence 3 was not started"),
-        (progress_of({1: []}, limit=1, verified=3), "it cannot have verified 3"),
-        (progress_of({1: [0xFFFF_FFFF]}, limit=1), "4,294,967,294"),
-        (progress_of({1: []}, limit=1, cost=0.0), "greater than 0 and at most 1"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            wire.client.draft(wrong)
-    with pytest.raises(ValueError, match="was offered 2 tokens"):
-        finish(wire.client, 1, [], verified=3)
-    with pytest.raises(ValueError, match="sequence 3 was not started"):
-        finish(wire.client, 3, [])
-    with pytest.raises(ValueError, match="sequence 1 is already running"):
-        start(wire.client, 1, [5])
-    wire.settle()
-    assert len(wire.service.requests) == before
-    assert wire.draft(progress_of({1: [6], 2: [7]}, limit=1, verified=1)).tokens.tolist() == [7, 8]
 
 
 def test_token_ids_outside_the_vocabulary_are_not_sent():

@@ -26,7 +26,7 @@ def test_a_sequence_that_the_service_dropped_is_registered_again():
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr("drafter_service.client.registration.PART_BYTES", 4 * 250)
+    monkeypatch.setattr("drafter_service.client.sequences.PART_BYTES", 4 * 250)
 
 
 def reconnected(numbers, size=100) -> Wire:
@@ -49,7 +49,6 @@ def test_registered_sequences_have_drafts_while_others_are_registered():
     for registered in (2, 4, 6):
         assert [len(one.starts) for one in wire.requests] == [2]
         turn = wire.client.draft(progress_of({number: [number] for number in numbers}, limit=1))
-        wire.flush()
         for _ in range(2):
             wire.serve(1)
             wire.deliver()
@@ -117,7 +116,7 @@ def test_after_a_restart_the_sequences_that_fit_are_registered():
 
 
 def test_a_sequence_longer_than_a_message_has_no_drafts(monkeypatch):
-    monkeypatch.setattr("drafter_service.client.registration.MAX_TEXT_BYTES", 4 * 10)
+    monkeypatch.setattr("drafter_service.client.sequences.MAX_TEXT_BYTES", 4 * 10)
     wire = connected(counting)
     start(wire.client, 1, [1] * 11)
     start(wire.client, 2, [1] * 10)
@@ -130,7 +129,6 @@ def test_unanswered_ends_are_sent_again_in_order_if_they_are_to_be_learned():
     for number in range(1, 5):
         start(wire.client, number, [number])
         finish(wire.client, number, [10], learn=number != 4)
-    wire.flush()
     wire.cut()
     wire.connect()
     wire.settle()
@@ -139,7 +137,7 @@ def test_unanswered_ends_are_sent_again_in_order_if_they_are_to_be_learned():
 
 
 def test_the_queue_of_ends_is_bounded(monkeypatch):
-    monkeypatch.setattr("drafter_service.client.registration.QUEUE_BYTES", 4 * 300)
+    monkeypatch.setattr("drafter_service.client.sequences.QUEUE_BYTES", 4 * 300)
     wire = Wire(FakeService())
     for number in range(5):
         start(wire.client, number, [number] * 90)
@@ -193,7 +191,7 @@ def test_an_end_waits_until_there_is_room():
 def test_an_end_that_exceeds_the_limits_is_discarded(monkeypatch, is_registered, limit):
     """It would break every stream on which it is sent."""
     if limit == "message":
-        monkeypatch.setattr("drafter_service.client.registration.MAX_TEXT_BYTES", 4 * 100)
+        monkeypatch.setattr("drafter_service.client.sequences.MAX_TEXT_BYTES", 4 * 100)
     wire = Wire(FakeService(counting, max_tokens=100 if limit == "room" else 0))
     if is_registered:
         wire.connect()

@@ -21,12 +21,11 @@ from drafter_service.client import DrafterClient
 from drafter_service.commands import main as cli
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.settings.load import load_settings
-from drafter_service.transport.wire import read_drafts
 from ssd.corpus.snapshot import load
 from ssd.types import ROOT
 from tests.certificates import Authority
 from tests.drafter_service.ingest.loads import MODEL
-from tests.drafter_service.raw import batch, connected, drafted, eventually, start
+from tests.drafter_service.raw import batch, connected, drafted, drafts_in, eventually, start
 from tests.servers import served
 
 TEXT, OTHER = list(range(1000, 1040)), list(range(2000, 2040))
@@ -403,7 +402,7 @@ def test_options_apply_and_interrupting_stops_the_server():
             assert stream.welcome.max_draft == 5
             request = batch({1: ()}, limit=9)
             response = stream.exchange(starts=[start(1, [1, 2, 3, 1, 2, 4, 1, 2])], batch=request)
-            drafts = read_drafts(response.drafts, 1)
+            drafts = drafts_in(response.drafts, 1)
             assert len(drafts.tokens) == 5
             assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
             assert drafted(stream.exchange(batch=batch({1: ()}, limit=9, cost=1.0))) == []

@@ -11,7 +11,7 @@ import numpy as np
 
 from drafter_service.replication.events import Event, Finished
 from drafter_service.replication.redis_stream import OLDEST
-from drafter_service.replication.shared_log import SharedLog
+from drafter_service.replication.replicas import Replication
 from drafter_service.settings.tree import LogConfig
 
 TIMEOUT_S = 30.0
@@ -97,11 +97,11 @@ class Replica:
 @asynccontextmanager
 async def replicas(url, number, *, namespace="namespace", **options):
     """Yield `number` replicas that share a log; options: settings of `LogConfig`."""
-    logs = [SharedLog(url, LogConfig(**options)) for _ in range(number)]
+    logs = [Replication(LogConfig(url=url, **options)) for _ in range(number)]
     members = [Replica(log.open(namespace)) for log in logs]
     try:
         yield members
     finally:
         for member, log in zip(members, logs, strict=True):
             await member.close()
-            await log.close()
+            await log.stop()

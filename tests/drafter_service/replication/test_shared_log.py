@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from drafter_service.replication import reader, redis_stream, writer
+from drafter_service.replication import reader, redis_stream, shared_log
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
 from drafter_service.replication.redis_stream import OLDEST, LogPosition
-from drafter_service.replication.shared_log import BYTES_PER_TOKEN, SharedLog
+from drafter_service.replication.replicas import BYTES_PER_TOKEN, Replication
 from drafter_service.settings.tree import LogConfig
 from ssd.corpus.requests import hash_of
 from tests.drafter_service.replication.replica import Replica, eventually, in_loop, replicas, request
@@ -250,7 +250,7 @@ async def test_reader_continues_after_redis_lost_entries(log):
 
 @in_loop
 async def test_log_size_is_bounded(log, monkeypatch):
-    monkeypatch.setattr(writer, "GATHER_S", 0.0)
+    monkeypatch.setattr(shared_log, "GATHER_S", 0.0)
     bound = 1 << 20
     async with replicas_of(log, 2, max_tokens=bound // BYTES_PER_TOKEN) as (one, two):
         rng = np.random.default_rng(0)
@@ -353,7 +353,7 @@ async def test_reader_can_be_cancelled(log, monkeypatch):
     async with replicas_of(log, 1) as (one,):
         for number in range(40):
             await one.publish(request(str(number)))
-        shared = SharedLog(log.url, LogConfig(prefix=log.prefix))
+        shared = Replication(LogConfig(url=log.url, prefix=log.prefix))
         for turns in range(0, 300, 3):
             replica = Replica(shared.open("namespace"))
             replica.read()
@@ -361,4 +361,4 @@ async def test_reader_can_be_cancelled(log, monkeypatch):
                 await asyncio.sleep(0)
             async with asyncio.timeout(2):
                 await replica.close()
-        await shared.close()
+        await shared.stop()

@@ -13,8 +13,7 @@ from redis import Redis
 from drafter_service.replication import redis_stream, shared_log
 from drafter_service.replication.events import Finished, Forgotten
 from drafter_service.replication.replicas import Replication
-from drafter_service.replication.shared_log import SharedLog
-from drafter_service.replication.writer import EVENT_WEIGHT
+from drafter_service.replication.shared_log import EVENT_WEIGHT
 from drafter_service.settings.tree import LogConfig
 from ssd.errors import UserError
 from tests.certificates import Authority
@@ -229,22 +228,22 @@ async def test_key_of_another_type_does_not_affect_other_namespaces():
 
 @in_loop
 async def test_closing_does_not_wait_for_an_unavailable_redis():
-    log = SharedLog(f"redis://127.0.0.1:{free_port()}", LogConfig())
+    log = Replication(LogConfig(url=f"redis://127.0.0.1:{free_port()}"))
     namespace = log.open("namespace")
     namespace.publish(request("a"))
     async with asyncio.timeout(1):
         await namespace.close()
-        await log.close()
+        await log.stop()
 
 
 @in_loop
 async def test_closing_publishes_waiting_events():
     with running_redis() as server, Redis.from_url(server.url) as client:
-        log = SharedLog(server.url, LogConfig())
+        log = Replication(LogConfig(url=server.url))
         namespace = log.open("namespace")
         namespace.publish(request("a"))
         await namespace.close()
-        await log.close()
+        await log.stop()
         assert client.xlen(KEY) == 1
 
 
@@ -315,7 +314,7 @@ async def test_logs_contain_no_passwords_text_or_names(logged, monkeypatch):
 )
 def test_unusable_url_is_refused_without_quoting_it(url, advice):
     with pytest.raises(UserError) as caught:
-        SharedLog(url, LogConfig())
+        Replication(LogConfig(url=url))
     assert advice in str(caught.value)
     assert "secret" not in "".join(traceback.format_exception(caught.value))
 
@@ -323,4 +322,4 @@ def test_unusable_url_is_refused_without_quoting_it(url, advice):
 def test_missing_redis_py_is_reported_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(UserError, match=r"pip install '\.\[redis\]'"):
-        SharedLog("redis://localhost", LogConfig())
+        Replication(LogConfig(url="redis://localhost"))

@@ -14,10 +14,10 @@ import pytest
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.admin import Admin
-from drafter_service.server.learning import TEXTS_PER_TURN, learn
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import default_namespace
+from drafter_service.server.shadow import TEXTS_PER_TURN, learn
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, pack

@@ -22,7 +22,7 @@ from hypothesis import settings
 
 from drafter_service.client import DrafterClient
 from drafter_service.observability.facts import History, Sample
-from drafter_service.server.housekeeping import Housekeeping
+from drafter_service.server.server import Housekeeping
 from drafter_service.settings.tree import ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.snapshot import load
@@ -185,7 +185,7 @@ def test_a_history_continues_when_the_clock_jumps():
 @run
 async def test_housekeeping_continues_when_the_clock_jumps(monkeypatch):
     clock, counts = itertools.cycle([1e9, 2e9, 5.0, 1.5e9]), Counter()
-    monkeypatch.setattr("drafter_service.server.housekeeping.time.time", lambda: next(clock))
+    monkeypatch.setattr("drafter_service.server.server.time.time", lambda: next(clock))
     seen = set()
 
     async def counted_call(what):
@@ -196,7 +196,7 @@ async def test_housekeeping_continues_when_the_clock_jumps(monkeypatch):
         save_changed=lambda: counted_call("saves"),
         unload_idle=lambda idle_s: counted_call("unloads"),
     )
-    monkeypatch.setattr("drafter_service.server.housekeeping.SAMPLE_S", 0.001)
+    monkeypatch.setattr("drafter_service.server.server.SAMPLE_S", 0.001)
     housekeeping = Housekeeping(namespaces, ServiceConfig(snapshots=SnapshotsConfig(interval_s=0.001)))
     housekeeping.start()
     async with asyncio.timeout(TIMEOUT_S):

@@ -46,7 +46,7 @@ async def counting(monkeypatch, tmp_path, address):
         drafting=DrafterConfig(capacity=10_000),
         access=AccessConfig(callers=callers),
     )
-    monkeypatch.setattr("drafter_service.server.housekeeping.SAMPLE_S", 3600)  # Samples read all namespaces.
+    monkeypatch.setattr("drafter_service.server.server.SAMPLE_S", 3600)  # Samples read all namespaces.
     listener = Listener(config)
     await listener.start()
     server = DrafterServer(config, listener)

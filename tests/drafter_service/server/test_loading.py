@@ -12,10 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from drafter_service.server import disk
 from drafter_service.server import namespaces as module
-from drafter_service.server import threads
-from drafter_service.server.retries import LONGEST_RETRY_S, MAX_FAILURES, LoadError, Retries
-from drafter_service.server.threads import DiskThreads
+from drafter_service.server.disk import LONGEST_RETRY_S, MAX_FAILURES, DiskThreads, LoadError, Retries
 from ssd.corpus import sections, snapshot
 from tests.drafter_service.guarded import Clock, run
 from tests.drafter_service.raw import connected, counted, eventually
@@ -267,7 +266,7 @@ def test_without_free_descriptors_a_namespace_is_not_lost(tmp_path, socket_addre
 
 def test_the_number_of_threads_of_a_disk_that_hangs_is_limited(monkeypatch):
     go_on = threading.Event()
-    monkeypatch.setattr(threads, "MAX_THREADS", 3)
+    monkeypatch.setattr(disk, "MAX_THREADS", 3)
 
     @run
     async def test():

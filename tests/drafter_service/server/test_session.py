@@ -1,24 +1,31 @@
 """The sequences of one stream, without sockets: effects of requests, and refusals."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from drafter_service.observability.facts import MAX_ENGINES, OTHER_ENGINES, Engine, ModelIdentity
 from drafter_service.server.namespace import Namespace
-from drafter_service.server.requests import MAX_FIELDS
 from drafter_service.server.session import Session
+from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import pack
+from drafter_service.transport.wire import MAX_FIELDS, batch_message, pack
 from ssd.base import LONG_PROMPT
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
-from tests.drafter_service.raw import batch, drafted, finish, lost, start
+from ssd.drafter import SuffixDrafter
+from ssd.stats import Stats
+from ssd.types import offsets_of
+from tests.drafter_service.raw import batch, drafted, drafts_in, finish, lost, start
 from tests.held_sorting import HeldSorting
-from tests.strategies import array
+from tests.replay import progress_of
+from tests.strategies import array, examples
 
 CONFIG = DrafterConfig(capacity=10_000, refresh_interval_s=3600)
 INVALID_ARGUMENT = 3
@@ -89,16 +96,16 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     assert refused(send(session, finishes=[finish(1), finish(1)]), "finishes contains a sequence twice")
     claims = batch({1: ()})
     claims.verified = pack(array([1]), "u4")
-    assert refused(send(session, batch=claims), "batch.verified[0] is 1; the sequence's last draft had 0 tokens")
+    assert refused(send(session, batch=claims), "batch: sequence 1 was offered 0 tokens; it cannot have verified 1")
     claims.verified = pack(array([0xFFFF_FFFF]), "u4")
-    assert refused(send(session, batch=claims), "batch.verified[0] is 4294967295")
+    assert refused(send(session, batch=claims), "it cannot have verified 4294967295")
     new = batch({2: ()}, verified=1)
-    assert refused(send(session, starts=[start(2, [1])], batch=new), "the sequence's last draft had 0 tokens")
+    assert refused(send(session, starts=[start(2, [1])], batch=new), "sequence 2 was offered 0 tokens")
     no_draft = "finishes[0].verified is 1; the sequence's last draft had 0 tokens"
     assert refused(send(session, finishes=[finish(1, verified=1)]), no_draft)
     assert refused(send(session, starts=[start(2, [1])], finishes=[finish(2, verified=1)]), no_draft)
     for cost in (0.0, -1.0, 1.5, float("nan"), float("inf")):
-        assert refused(send(session, batch=batch({1: ()}, cost=cost)), f"batch.cost is {cost}")
+        assert refused(send(session, batch=batch({1: ()}, cost=cost)), "greater than 0 and at most 1")
     bad_prompt = pb.Start(sequence_id=2, prompt=b"12345")
     assert refused(send(session, starts=[bad_prompt]), "starts[0].prompt has 5 bytes")
     bad_tokens = pb.Finish(sequence_id=1, tokens=b"\xff\xff\xff\xff")
@@ -109,23 +116,6 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     assert sizes_of(session) == {1: 3}
     response = send(session, step=9, starts=[start(2, [8])], batch=batch({2: (), 1: ()}, limit=2))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
-
-
-def test_unknown_sequences_are_reported_and_the_others_served(session):
-    send(session, starts=[start(1, [5, 6, 5])])
-    response = send(session, finishes=[finish(7), finish(8, [1], verified=3)], batch=batch({9: [4], 1: (), 6: ()}, 2))
-    assert lost(response) == [7, 8, 9, 6]
-    assert [drafted(response, 3, index) for index in range(3)] == [[], [6, 5], []]
-    # Finishes come before the batch.
-    assert lost(send(session, finishes=[finish(1)], batch=batch({1: ()}))) == [1]
-
-
-def test_a_sequence_can_begin_and_end_in_one_request(namespace, session):
-    response = send(session, starts=[start(1, [1, 2])], finishes=[finish(1, [3, 4])])
-    assert lost(response) == []
-    assert sizes_of(session) == {}
-    namespace.corpus.refresh()
-    assert drafted(send(session, starts=[start(1, [1, 2])], batch=batch({1: ()}, limit=2))) == [3, 4]
 
 
 @given(st.data())
@@ -157,41 +147,166 @@ def test_a_damaged_request_is_refused_or_answered_and_the_session_continues(shar
     session.close()
 
 
-TOKENS = st.lists(st.integers(0, 3), max_size=5)
-ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["start", "finish", "draft"]), st.integers(0, 4), TOKENS, st.booleans()), max_size=20
-)
+TOKENS = st.lists(st.integers(0, 3), max_size=6)
+IDS = st.integers(0, 5)
 
 
-@given(ACTIONS)
-def test_sequences_have_the_tokens_that_were_sent(shared, actions):
-    """Compare the session with a dictionary of texts."""
-    session, sent = Session(shared, Limits()), {}
-    for action, sequence_id, tokens, learn in actions:
-        was_running = sequence_id in sent
-        if action == "start":
-            response = send(session, starts=[start(sequence_id, tokens, session_id="s" if learn else "")])
-            assert response.HasField("error") == was_running
-            sent.setdefault(sequence_id, list(tokens))
-        elif action == "finish":
-            response = send(session, finishes=[finish(sequence_id, tokens, learn=learn)])
-            assert lost(response) == ([] if was_running else [sequence_id])
-            sent.pop(sequence_id, None)
-        else:
-            response = send(session, batch=batch({sequence_id: tokens}))
-            assert lost(response) == ([] if was_running else [sequence_id])
-            if was_running:
-                sent[sequence_id] += tokens
-        assert sizes_of(session) == {key: len(text) for key, text in sent.items()}
-    session.close()
+class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
+    """Check that any stream has the drafts, counts and effects that an embedded drafter has for the same calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.namespace, self.corpus = new_namespace(), Corpus(CONFIG.capacity, CONFIG.match_depth)
+        self.stats, self.withheld_stats = Stats(), Stats()
+        self.scored = self.offered = self.batches = 0
+        self.connect()
+
+    def connect(self):
+        self.session = Session(self.namespace, Limits())
+        self.drafter = SuffixDrafter(CONFIG, corpus=self.corpus, stats=self.stats)
+        withheld = SuffixDrafter(CONFIG, corpus=self.corpus, stats=self.withheld_stats, curve=self.drafter.budget.curve)
+        self.shadow = ShadowDrafter(withheld)
+        self.running, self.withheld = set(), set()
+
+    def send(self, **fields):
+        response = send(self.session, **fields)
+        assert not response.HasField("error"), response.error.message
+        return response
+
+    @rule(ids=st.sets(IDS, max_size=3), prompt=TOKENS, shadow=st.booleans(), learn=st.booleans(), ends=st.booleans())
+    def start(self, ids, prompt, shadow, learn, ends):
+        new = sorted(ids - self.running)
+        finishes = [finish(each, [1, 2]) for each in new] if ends else []
+        starts = [start(each, prompt, learn, shadow=shadow, session_id="s" if learn else "") for each in new]
+        self.send(starts=starts, finishes=finishes)
+        for each in new:
+            drafter = self.shadow if shadow else self.drafter
+            drafter.begin(each, array(prompt), learn=learn, session_id="s" if learn else None)
+        self.running |= {*new}
+        self.withheld |= {*new} if shadow else set()
+        if ends:
+            self.end(new, [1, 2], 0, 1, learn=True)
+
+    def end(self, ids, tokens, verified, steps, *, learn):
+        for each in [each for each in ids if each in self.running]:
+            if each in self.withheld:
+                self.scored += 1
+                self.shadow.finish(each, array(tokens), learn=learn)
+            else:
+                self.drafter.finish(each, array(tokens), verified=verified, steps=steps, learn=learn)
+        self.running -= {*ids}
+        self.withheld -= {*ids}
+
+    def most(self, sequence_id):
+        """Return the number of tokens of a sequence's draft."""
+        return max(0, int(self.drafter.running.offered_to([sequence_id])[0]))
+
+    @rule(sequence_id=IDS, tokens=TOKENS, data=st.data(), learn=st.booleans(), steps=st.integers(1, 3))
+    def finish(self, sequence_id, tokens, data, learn, steps):
+        verified = data.draw(st.integers(0, self.most(sequence_id)))
+        response = self.send(finishes=[finish(sequence_id, tokens, learn, verified=verified, steps=steps)])
+        assert lost(response) == ([] if sequence_id in self.running else [sequence_id])
+        self.end([sequence_id], tokens, verified, steps, learn=learn)
+
+    @rule(
+        chosen=st.lists(IDS, unique=True, max_size=5),
+        data=st.data(),
+        cost=st.none() | st.sampled_from([0.001, 0.2]),
+        has_steps=st.booleans(),
+        ends=st.lists(IDS, unique=True, max_size=2),
+    )
+    def draft(self, chosen, data, cost, has_steps, ends):
+        """Request drafts, after the ends of some sequences in the same request."""
+        progress = progress_of({each: data.draw(TOKENS) for each in chosen}, limit=4, cost=cost)
+        progress.verified[:] = [data.draw(st.integers(0, self.most(each))) for each in chosen]
+        if has_steps:
+            progress.steps = array([data.draw(st.integers(1, 3)) for _ in chosen])
+        progress.verified[:] *= ~np.isin(progress.sequence_ids, ends)
+        response = self.send(finishes=[finish(each, [3]) for each in ends], batch=batch_message(progress))
+        unknown = [each for each in ends if each not in self.running]
+        self.end(ends, [3], 0, 1, learn=True)
+        assert lost(response) == unknown + [each for each in chosen if each not in self.running]
+        withheld = [index for index, each in enumerate(chosen) if each in self.withheld]
+        drafted = [index for index, each in enumerate(chosen) if each in self.running - self.withheld]
+        if withheld:
+            self.shadow.advance(part_of(progress, withheld))
+        expected = self.drafter.draft(part_of(progress, drafted)).scatter(np.array(drafted, int), len(chosen))
+        received = drafts_in(response.drafts, len(chosen))
+        self.offered, self.batches = self.offered + len(received.tokens), self.batches + 1
+        for name in ("tokens", "parents", "accept_prob", "source", "offsets"):
+            assert getattr(received, name).tolist() == getattr(expected, name).tolist(), name
+
+    @precondition(lambda self: self.running)
+    @rule(damage=st.sampled_from(["cut", "long", "verified", "twice", "offsets", "started"]), data=st.data())
+    def refuse(self, damage, data):
+        """Send an invalid batch of running sequences, whose effects later drafts would show."""
+        wrong = batch({each: [1] for each in self.running}, verified=0)
+        if damage == "cut":
+            field = data.draw(st.sampled_from(["sequence_ids", "tokens", "offsets", "verified", "max_draft", "steps"]))
+            setattr(wrong, field, (getattr(wrong, field) or bytes(4)) + b"1")
+        elif damage == "long":
+            field = data.draw(st.sampled_from(["tokens", "offsets", "verified", "max_draft"]))
+            setattr(wrong, field, getattr(wrong, field) + bytes(4))
+        elif damage == "verified":
+            wrong.verified = pack(array([5] * len(self.running)), "u4")
+        elif damage == "offsets":
+            wrong.offsets = pack(array([*range(len(self.running)), 99]), "u4")
+        elif damage == "twice":
+            wrong = batch_message(part_of(progress_of({min(self.running): [1]}, limit=1), [0, 0]))
+        starts = [start(9, [1])] + ([start(min(self.running), [1])] if damage == "started" else [])
+        assert send(self.session, batch=wrong, starts=starts).HasField("error")
+        if damage != "started":
+            assert send(self.session, batch=wrong).HasField("error")
+
+    @rule()
+    def refresh(self):
+        self.namespace.corpus.refresh()
+        self.corpus.refresh()
+
+    @rule()
+    def disconnect(self):
+        self.close_session()
+        self.connect()
+
+    def close_session(self):
+        sizes = {each: self.drafter.running.size_of(each) for each in self.running - self.withheld}
+        sizes |= {each: self.shadow.size_of(each) for each in self.withheld}
+        assert sizes_of(self.session) == sizes
+        self.session.close()
+        self.drafter.close()
+        self.shadow.drafter.close()
+        assert not self.namespace.drafters
+
+    def teardown(self):
+        self.close_session()
+        assert self.namespace.corpus.appended == self.corpus.appended
+        assert self.namespace.shadow.observed == self.namespace.shadow.scored == self.scored
+        [use] = self.namespace.facts().uses.values()
+        assert (use.offered, use.engine_steps, use.streams) == (self.offered, self.batches, 0)
+        for stats, expected in ((self.namespace.stats, self.stats), (self.namespace.shadow.stats, self.withheld_stats)):
+            for count, twin in zip(stats.counters, expected.counters, strict=True):
+                assert count.tolist() == twin.tolist()
+        close(self.namespace)
+        self.corpus.close()
 
 
-def counts_of(namespace):
-    """Return streams, steps of the engine, offered tokens, and all statistics of each engine of a namespace."""
-    return {
-        engine: (use.streams, use.engine_steps, use.offered, [array.tolist() for array in use.stats.counters])
-        for engine, use in namespace.facts().uses.items()
-    }
+def part_of(progress, indices):
+    """Return some sequences of a batch."""
+    runs = [progress.tokens[progress.offsets[index] : progress.offsets[index + 1]] for index in indices]
+    return replace(
+        progress,
+        sequence_ids=progress.sequence_ids[indices] if indices else progress.sequence_ids[:0],
+        tokens=np.concatenate([array([]), *runs]),
+        offsets=offsets_of(array([len(run) for run in runs])),
+        verified=array([progress.verified[index] for index in indices]),
+        max_draft=array([progress.max_draft[index] for index in indices]),
+        steps=None if progress.steps is None else array([progress.steps[index] for index in indices]),
+        other_sequences=max(0, len(progress.sequence_ids) - len(indices)),
+    )
+
+
+TestLikeAnEmbeddedDrafter = LikeAnEmbeddedDrafter.TestCase
+TestLikeAnEmbeddedDrafter.settings = examples(60)
 
 
 def test_use_is_counted_by_engine(namespace):
@@ -231,18 +346,6 @@ def test_the_engine_that_was_disconnected_for_longest_is_dropped_first(namespace
         assert dropped not in names
         assert len(names) == MAX_ENGINES + 1
     assert namespace.stats.committed == 2, "statistics of a dropped engine are kept"
-
-
-def test_steps_of_sequences_are_counted(namespace, session):
-    send(session, starts=[start(1, [5, 6, 5]), start(2, [1])], batch=batch({1: ()}, limit=2))
-    send(session, finishes=[finish(1, [6, 5, 8], verified=2)])
-    assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (1, 3, 2)
-    several = batch({2: [1, 1]})
-    several.steps = pack(array([2]), "u4")
-    send(session, batch=several)
-    assert (namespace.stats.steps, namespace.stats.committed) == (3, 5)
-    send(session, finishes=[finish(2, [1, 1, 1], steps=3)])
-    assert (namespace.stats.steps, namespace.stats.committed) == (6, 8)
 
 
 @pytest.mark.parametrize(
@@ -297,54 +400,6 @@ def test_the_tokens_of_a_stream_are_bounded(namespace):
     send(session, batch=batch({2: range(51)}))
     assert sizes_of(session) == {}
     assert namespace.corpus.appended == 0
-
-
-def test_batches_of_the_same_sequences_are_counted_and_checked(namespace):
-    session = Session(namespace, Limits(stream_tokens=100))
-    send(session, starts=[start(1, range(10)), start(2, [5, 6, 5])])
-    for _ in range(3):
-        assert drafted(send(session, batch=batch({1: [50], 2: [6, 5]}, limit=2)), 2, 1) == [6, 5]
-    # Malformed batches of these sequences have no effect.
-    wrong = batch({1: [51], 2: []}, verified=9)
-    assert refused(send(session, batch=wrong), "batch.verified[0] is 9")
-    wrong.offsets = bytes(4)
-    assert refused(send(session, batch=wrong), "batch.offsets has 1 elements, not 3")
-    assert drafted(send(session, batch=batch({1: [], 2: []}, limit=2)), 2, 1) == [6, 5]
-    # The tokens of all these batches count: 13 of sequence 1, the newer one, and 9 of sequence 2.
-    send(session, starts=[start(3, range(79))])
-    assert sizes_of(session) == {2: 9, 3: 79}
-    assert lost(send(session, batch=batch({1: [], 2: []}))) == [1]
-
-
-def random_batches(rng):
-    """Return batches of five sequences, of which two are unknown; every third one is damaged."""
-    for number in range(60):
-        chosen = rng.permutation(5)[: rng.integers(0, 6)].tolist()
-        drawn = batch({key: rng.integers(0, 3, rng.integers(0, 4)) for key in chosen}, limit=4, verified=0)
-        if number % 3 == 0:
-            name = ("sequence_ids", "tokens", "offsets", "verified", "max_draft", "steps")[rng.integers(6)]
-            data = bytearray(getattr(drawn, name) or bytes(4))
-            data[rng.integers(len(data))] = rng.integers(256)
-            setattr(drawn, name, bytes(data[: rng.integers(len(data) + 1)]))
-        yield drawn
-
-
-def test_batches_are_answered_as_by_the_general_path(monkeypatch):
-    answers, sizes, uses = [], [], []
-    for is_general in (False, True):
-        if is_general:
-            monkeypatch.setattr(Session, "_draft_ready", lambda *_: None)
-        namespace = new_namespace()
-        session = Session(namespace, Limits())
-        send(session, starts=[start(number, [0, 1, 2, 0, 1], learn=False) for number in range(3)])
-        answers.append([send(session, batch=each) for each in random_batches(np.random.default_rng(0))])
-        sizes.append(sizes_of(session))
-        uses.append(counts_of(namespace))
-        close(namespace)
-    assert answers[0] == answers[1]
-    assert len({answer.WhichOneof("result") for answer in answers[0]}) == 2
-    assert sizes[0] == sizes[1]
-    assert uses[0] == uses[1]
 
 
 def test_clients_counters_are_summed(namespace):

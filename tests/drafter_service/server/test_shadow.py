@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.learning import learn
-from drafter_service.server.namespace import ClosedError, Namespace
+from drafter_service.server.namespace import BURST_S, SHARE, ClosedError, Namespace, TimeBudget
 from drafter_service.server.session import Session
-from drafter_service.server.shadow import BURST_S, MAX_WAITING, SHARE, ShadowDrafter, TimeBudget
+from drafter_service.server.shadow import MAX_WAITING, ShadowDrafter, learn
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack
@@ -20,7 +19,7 @@ from ssd.base import LONG_PROMPT
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.types import Progress
-from tests.drafter_service.raw import batch, connected, drafted, finish, start, texts
+from tests.drafter_service.raw import batch, connected, finish, start, texts
 from tests.replay import accepted_path, drafter_of, progress_of
 from tests.servers import served
 from tests.strategies import array
@@ -140,54 +139,6 @@ def test_many_tokens_at_once_are_steps_without_drafts():
 
 
 # --- An engine whose sequences have `shadow` set
-
-
-def run_shadowed(session, sequence_id, prompt, output):
-    """Run a request without drafts, one token per step."""
-    assert (
-        drafted(send(session, starts=[start(sequence_id, prompt, shadow=True)], batch=batch({sequence_id: ()}))) == []
-    )
-    for token in output[:-1].tolist():
-        assert drafted(send(session, batch=batch({sequence_id: [token]}))) == []
-    send(session, finishes=[finish(sequence_id, output[-1:])])
-
-
-def test_a_withheld_draft_is_scored_when_the_tokens_of_its_step_have_come(namespace):
-    session, twin = Session(namespace, Limits()), new_namespace()
-    verifying = twin.new_drafter()
-    for number, (prompt, output) in enumerate(REQUESTS):
-        run_shadowed(session, number, prompt, output)
-        verify(verifying, number, prompt, output)
-    assert counts(namespace.shadow.stats) == counts(twin.stats)
-    assert namespace.shadow.stats.accepted > 50
-    assert (namespace.shadow.observed, namespace.shadow.scored) == (3, 3)
-    assert namespace.corpus.appended == twin.corpus.appended, "outputs are learned as usual"
-    session.close()
-    close(twin)
-
-
-def test_counters_of_verified_drafts_do_not_contain_withheld_ones(namespace):
-    session = Session(namespace, Limits())
-    prompt, output = REQUESTS[0]
-    run_shadowed(session, 1, prompt, output)
-    assert counts(namespace.stats) == counts(type(namespace.stats)())
-    [use] = namespace.facts().uses.values()
-    assert (use.stats.steps, use.stats.committed, use.offered) == (0, 0, 0)
-    session.close()
-    assert not namespace.drafters
-
-
-def test_a_batch_may_contain_both_kinds(namespace):
-    session = Session(namespace, Limits())
-    prompts = {1: range(10), 2: range(20), 3: range(200, 220)}
-    starts = [start(number, prompt, shadow=number == 2) for number, prompt in prompts.items()]
-    response = send(session, starts=starts, batch=batch(dict.fromkeys((2, 1, 3), ())))
-    sizes = [len(drafted(response, 3, index)) for index in range(3)]
-    assert sizes[0] == 0 < min(sizes[1:])
-    response = session.answer(pb.DraftRequest(batch=batch({2: [20]}, verified=1)), may_learn=True)
-    assert "batch.verified[0] is 1; the sequence's last draft had 0 tokens" in response.error.message
-    response = session.answer(pb.DraftRequest(finishes=[finish(2, [20], verified=1)]), may_learn=True)
-    assert "finishes[0].verified is 1" in response.error.message
 
 
 def test_withheld_drafts_may_come_from_a_long_prompt(namespace):

@@ -5,23 +5,26 @@ import socket
 import stat
 import struct
 import tempfile
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
-from drafter_service.server.step_socket import Connection, StepSocket
+from drafter_service.server.step_socket import StepSocket, StreamEndedError
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
-from drafter_service.transport.frames import HEADER, MAGIC, Frames, framed
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
+from drafter_service.transport.wire import HEADER, MAGIC, MAX_MESSAGE_BYTES, Frames, framed
 from ssd.errors import UserError
 from tests.certificates import Authority
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import TIMEOUT_S, connected, hello
 from tests.servers import served
+from tests.strategies import examples
 
 
 def steps_of(address):
@@ -174,118 +177,53 @@ def test_a_client_with_a_ca_does_not_use_the_step_socket(tmp_path, address, monk
 
 
 class Echo:
-    """Answers each message with its size."""
+    """Answers each message with its size: those of even sizes after a moment. Refuses empty ones."""
 
-    async def draft(self, requests, _context, _on_open):
-        async for data in requests:
-            yield pb.DraftResponse(step=len(data))
+    is_sending = False
 
-
-def test_few_large_frames_are_received_at_a_time(socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.server.step_socket.MAX_LARGE_FRAMES", 2)
-    monkeypatch.setattr("drafter_service.server.step_socket.LARGE_BYTES", 1000)
-    monkeypatch.setattr("drafter_service.server.step_socket.TRIMMED_BYTES", 1000)
-
-    async def test():
-        listening = StepSocket(Echo(), max_connections=10)
-        listening.bind(Address(socket_address).steps, 0o600)
-        await listening.start()
-        streams = [await asyncio.open_unix_connection(steps_of(socket_address)) for _ in range(3)]
-        for _, writer in streams:
-            writer.write(MAGIC + framed(b"") + framed(b"small"))
-        answers = Frames()
-        for reader, _ in streams:
-            assert len(answers.feed(await reader.readexactly(4 + 2))) == 1
-        for _, writer in streams[:2]:
-            writer.write(HEADER.pack(1000) + b"half")
-        await until(lambda: listening._large.locked())
-        streams[2][1].write(framed(bytes(1000)) + framed(b"small"))
-        streams[0][1].write(bytes(996))
-        # The third is received once the first is complete; small frames never wait.
-        for index in (0, 2):
-            [(body, _)] = answers.feed(await streams[index][0].readexactly(4 + 3))
-            assert pb.DraftResponse.FromString(body).step == 1000
-        for _, writer in streams:
-            writer.close()
-        await listening.stop(TIMEOUT_S)
-
-    async def until(condition):
-        while not condition():
-            await asyncio.sleep(0)
-
-    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
-
-
-class DirectEcho:
-    """Answers each message with its size, and refuses empty ones."""
-
-    def __init__(self):
-        self.read = 0
-        """Messages that were not answered directly."""
-
-    async def draft(self, requests, _context, on_open):
-        yield self.answer(await anext(requests))
-        on_open(lambda data, send: send(self.answer(data)))
-        async for data in requests:
-            self.read += 1
-            yield self.answer(data)
+    @asynccontextmanager
+    async def open(self, context):
+        yield self
 
     def answer(self, data):
         if not data:
-            raise WireError("it is empty")
-        return pb.DraftResponse(step=len(data))
+            raise StreamEndedError(grpc.StatusCode.INVALID_ARGUMENT, "it is empty")
+        response = pb.DraftResponse(step=len(data)).SerializeToString()
+        return self.later(response) if len(data) % 2 == 0 else response
+
+    async def later(self, response):
+        await asyncio.sleep(0.001)
+        return response
+
+    def sent(self):
+        pass
 
 
-def test_single_requests_are_answered_directly_and_all_in_order(socket_address):
-    streams = DirectEcho()
+@examples(20)
+@given(st.lists(st.integers(1, 200_000), max_size=12), st.lists(st.integers(1, 300_000), max_size=12))
+def test_requests_are_answered_in_order_however_they_arrive(sizes, cuts):
+    """Requests that arrive while an answer is awaited, while the client reads nothing, and in any parts."""
+    data = MAGIC + framed(b"Bearer x") + b"".join(framed(bytes(size)) for size in sizes)
 
-    async def sizes_of(reader, count):
-        frames = Frames()
-        answered = []
-        while len(answered) < count:
-            answered += [pb.DraftResponse.FromString(body).step for body, _ in frames.feed(await reader.read(1000))]
-        return answered
-
-    async def test():
-        listening = StepSocket(streams, max_connections=1)
-        listening.bind(Address(socket_address).steps, 0o600)
+    async def test(address):
+        listening = StepSocket(Echo(), max_connections=1)
+        listening.bind(Address(address).steps, 0o600)
         await listening.start()
-        reader, writer = await asyncio.open_unix_connection(steps_of(socket_address))
-        writer.write(MAGIC + framed(b"token") + framed(b"."))
-        assert await sizes_of(reader, 1) == [1]
-        writer.write(framed(b".."))
-        assert await sizes_of(reader, 1) == [2]
-        assert streams.read == 0
-        writer.write(framed(b"...") + framed(b"...."))
-        assert await sizes_of(reader, 2) == [3, 4]
-        for part in (framed(b".....")[:3], framed(b".....")[3:]):
-            writer.write(part)
-            await writer.drain()
-        assert await sizes_of(reader, 1) == [5]
-        read = streams.read
-        writer.write(framed(b"......"))
-        assert await sizes_of(reader, 1) == [6]
-        assert streams.read == read
+        reader, writer = await asyncio.open_unix_connection(steps_of(address))
+        begin = 0
+        for cut in [*cuts, len(data)]:
+            writer.write(data[begin : begin + cut])
+            begin += cut
+            await asyncio.sleep(0)
         writer.write(framed(b""))
-        [(end, _)] = Frames().feed(await reader.read())
-        assert pb.Error.FromString(end).message == "it is empty"
+        *answers, (end, is_last) = Frames().feed(await reader.read())
+        assert [pb.DraftResponse.FromString(body).step for body, _ in answers] == sizes
+        assert (pb.Error.FromString(end).message, is_last) == ("it is empty", True)
         writer.close()
         await listening.stop(TIMEOUT_S)
 
-    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
-
-
-def test_an_incomplete_large_frame_times_out(monkeypatch):
-    monkeypatch.setattr("drafter_service.server.step_socket.LARGE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("drafter_service.server.step_socket.LARGE_BYTES", 10)
-
-    async def test():
-        connection = Connection(lambda *_: None)
-        connection.reader.feed_data(HEADER.pack(100) + b"half")
-        with pytest.raises(WireError, match="did not arrive within"):
-            await anext(StepSocket(None, 1)._requests(connection))
-
-    asyncio.run(test())
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        asyncio.run(asyncio.wait_for(test(f"unix:{folder}/drafter.sock"), TIMEOUT_S))
 
 
 def test_the_socket_accepts_connections_before_the_service_starts(socket_address):

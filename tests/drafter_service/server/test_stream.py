@@ -7,17 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
-import numpy as np
 import pytest
 
 from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import default_namespace
-from drafter_service.server.stream import DraftStreams
+from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import SHAPE_CODES, read_drafts
+from drafter_service.transport.wire import SHAPE_CODES
 from ssd.config import DrafterConfig
 from ssd.types import ROOT
 from tests.certificates import replace_file
@@ -28,6 +27,7 @@ from tests.drafter_service.raw import (
     connected,
     counted,
     drafted,
+    drafts_in,
     eventually,
     finish,
     hello,
@@ -118,7 +118,7 @@ def test_drafts_have_the_shape_that_the_engine_verifies(caller, name, shape):
     handshake.draft_shape = SHAPE_CODES[shape]
     wanted = batch({1: ()}, 8, cost=0.0001)
     response = caller.stream().exchange(hello=handshake, starts=[start(1, [5, 6, 7, 5, 6, 8, 5, 6])], batch=wanted)
-    parents = read_drafts(response.drafts, 1).parents_of(0).tolist()
+    parents = drafts_in(response.drafts, 1).parents_of(0).tolist()
     assert parents.count(ROOT) == (2 if shape == "tree" else 1)
 
 
@@ -202,32 +202,6 @@ def test_the_sequences_of_a_stream_end_with_it(caller, name):
         assert lost(caller.stream(name).exchange(batch=batch({1: ()}))) == [1]
 
 
-def test_long_prompts_are_sorted_while_other_streams_are_served(caller, name):
-    busy, other = caller.stream(name), caller.stream(name)
-    other.exchange(starts=[start(1, [5, 6, 5])])
-    prompt = counted(1000, 300_000)
-    busy.send(starts=[start(1, [*prompt, *prompt[:40]])], batch=batch({1: ()}, 2))
-    assert other.draft(1, limit=2) == [6, 5]
-    assert drafted(busy.read()) == []
-    assert eventually(lambda: busy.draft(1, limit=2)) == prompt[40:42]
-    assert lost(busy.exchange(finishes=[finish(1)])) == []
-
-
-@pytest.mark.parametrize("is_finished", [False, True])
-def test_private_text_is_never_drafted_to_others(caller, name, is_finished):
-    prompt, output = counted(100, 20), counted(200, 20)
-    open_prompt, open_output = counted(300, 20), counted(400, 20)
-    private, other = caller.stream(name), caller.stream(name)
-    other.exchange(starts=[start(1, [7])])
-    private.exchange(starts=[start(1, prompt, learn=False, request_id="secret"), start(2, open_prompt)])
-    private.exchange(batch=batch({1: output, 2: open_output}))
-    if is_finished:
-        private.exchange(finishes=[finish(1), finish(2)])
-    # The public text is found, so the private text would be found, too.
-    assert eventually(lambda: caller.probe(name, open_output[:5], limit=3)) == open_output[5:8]
-    assert caller.probe(name, output[:5]) == caller.probe(name, [*prompt, output[0]]) == []
-
-
 def test_nothing_is_learned_from_a_caller_without_the_right(calling, caller, name):
     prompt, output = counted(100, 20), counted(200, 20)
     with calling("reader") as reader:
@@ -285,16 +259,6 @@ def test_revoked_rights_end_the_stream(service, calling, caller, name, left, cod
         replace_file(service.file, "".join(service.entries.values()))
 
 
-def test_limits_of_a_stream_are_enforced(caller, name):
-    stream = caller.stream(name)
-    stream.exchange(starts=[start(number, [number]) for number in range(501)])
-    assert lost(stream.exchange(batch=batch({0: (), 1: ()}))) == [0]
-    refused = stream.exchange(starts=[start(1000, np.zeros(1_000_001))])
-    assert refused.error.code == INVALID_ARGUMENT.value[0]
-    assert "a stream may have 1000000" in refused.error.message
-    assert lost(stream.exchange(batch=batch({500: ()}))) == []
-
-
 def test_streams_beyond_the_limit_are_refused_until_others_end(service, calling):
     with calling() as caller:
         streams = [caller.stream() for _ in range(STREAMS + 20)]
@@ -334,6 +298,11 @@ class Context:
         raise grpc.aio.AbortError
 
 
+def answers(streams, requests, context):
+    """Return the answers of a stream as gRPC iterates over them."""
+    return draft_method(streams).stream_stream(requests, context)
+
+
 async def messages(*requests):
     for request in requests:
         yield request.SerializeToString()
@@ -346,11 +315,11 @@ async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
     streams = DraftStreams(Untouched(), AccessControl(config.access), config.limits)
     context = Context("alice")
     with pytest.raises(grpc.aio.AbortError):
-        async for _ in streams.draft(messages(pb.DraftRequest(hello=hello("b"))), context):
+        async for _ in answers(streams, messages(pb.DraftRequest(hello=hello("b"))), context):
             pass
     assert context.aborted[0] is grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(AssertionError, match="use_for_drafts was looked up"):
-        async for _ in streams.draft(messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
+        async for _ in answers(streams, messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
             pass
 
 
@@ -371,7 +340,7 @@ def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is_answe
             await no_more.wait()
 
         async def served():
-            async for _ in streams.draft(requests(), context):
+            async for _ in answers(streams, requests(), context):
                 is_sending.set()
                 await is_sent.wait()
 

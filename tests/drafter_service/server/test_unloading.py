@@ -10,8 +10,8 @@ import pytest
 
 from drafter_service.replication.replicas import Replication
 from drafter_service.server import namespaces as module
+from drafter_service.server.disk import LoadError
 from drafter_service.server.namespaces import MemoryLimitError, Namespaces, StalledError, max_bytes
-from drafter_service.server.retries import LoadError
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits, LogConfig, NamespacesConfig, ServiceConfig
 from ssd.corpus.sections import SnapshotError

@@ -10,7 +10,7 @@ from drafter_service.client import DrafterClient
 from drafter_service.client.connection import AbsentError
 from drafter_service.commands.link import Link
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.absence import absence, system_error
+from drafter_service.transport.address import absence, system_error
 from ssd.errors import UserError
 from tests.drafter_service.raw import eventually
 

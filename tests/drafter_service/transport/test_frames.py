@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.frames import HEADER, LAST, Frames, framed, last_frame
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
+from drafter_service.transport.wire import HEADER, LAST, MAX_MESSAGE_BYTES, Frames, WireError, framed, last_frame
 
 
 def slow_frames(data):

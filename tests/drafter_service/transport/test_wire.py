@@ -10,13 +10,13 @@ from drafter_service.transport.wire import (
     MAX_STEP_TIMES,
     WireError,
     batch_message,
+    check_batch,
     drafts_message,
     read_batch,
     read_drafts,
-    unpack_batch,
 )
 from ssd.types import DraftBatch, Path, Progress, Source, StepTime, offsets_of
-from tests.strategies import LARGEST
+from tests.strategies import LARGEST, array
 
 step_times = st.lists(
     st.builds(
@@ -65,8 +65,7 @@ def test_progress_is_equal_after_encoding_and_decoding(committed, cost, steps, l
     sent = replace(progress(committed, cost, steps), min_path_prob=least, step_times=times, **others)
     received = pb.Batch.FromString(batch_message(sent).SerializeToString())
     assert_equal(sent, read_batch(received))
-    if not steps:
-        assert_equal(sent, unpack_batch(received))
+    check_batch(read_batch(received))
 
 
 @given(runs)
@@ -74,7 +73,9 @@ def test_drafts_are_equal_after_encoding_and_decoding(drafted):
     paths = [Path(np.array(run, np.uint32), np.full(len(run), 0.25, np.float32), Source.LOCAL) for run in drafted]
     sent = DraftBatch.from_paths(paths)
     message = pb.Drafts.FromString(drafts_message(sent).SerializeToString())
-    assert_equal(sent, read_drafts(message, len(drafted)))
+    received, malformed = read_drafts(message, np.full(len(drafted), 5, np.uint32))
+    assert_equal(sent, received)
+    assert not malformed
 
 
 def changed(**fields):
@@ -90,22 +91,22 @@ MALFORMED = {
     "ids cut short": (changed(sequence_ids=b"1234567"), "batch.sequence_ids has 7 bytes, not a multiple of 8"),
     "ids twice": (
         changed(sequence_ids=np.array([5, 5], "<u8").tobytes()),
-        "batch.sequence_ids contains a sequence twice",
+        "batch: a sequence appears twice in the batch",
     ),
     "tokens cut short": (changed(tokens=b"123"), "batch.tokens has 3 bytes"),
     "a reserved token": (changed(tokens=u4(1, 0xFFFFFFFF, 2)), "batch.tokens holds the token id 4294967295"),
-    "too few offsets": (changed(offsets=u4(0, 3)), "batch.offsets has 2 elements, not 3"),
-    "decreasing offsets": (changed(offsets=u4(0, 4, 3)), "batch.offsets must increase"),
-    "offsets from 1": (changed(offsets=u4(1, 2, 3)), "batch.offsets must increase"),
-    "offsets beyond the tokens": (changed(offsets=u4(0, 2, 9)), "batch.offsets must increase"),
-    "no offsets": (changed(offsets=b""), "batch.offsets has 0 elements"),
-    "a cost of 0": (changed(cost=0.0), "batch.cost is 0.0; it must be greater than 0 and at most 1"),
-    "a negative cost": (changed(cost=-0.1), "batch.cost is -0.1"),
-    "a cost above a step": (changed(cost=1.01), "batch.cost is 1.01"),
-    "a cost of NaN": (changed(cost=float("nan")), "batch.cost is nan"),
-    "an infinite cost": (changed(cost=float("inf")), "batch.cost is inf"),
-    "too many limits": (changed(max_draft=u4(1, 2, 3)), "batch.max_draft has 3 elements, not 2"),
-    "too few steps": (changed(steps=u4(1)), "batch.steps has 1 elements, not 2"),
+    "too few offsets": (changed(offsets=u4(0, 3)), "batch: offsets has 2 elements, not 3"),
+    "decreasing offsets": (changed(offsets=u4(0, 4, 3)), "batch: offsets must not decrease"),
+    "offsets from 1": (changed(offsets=u4(1, 2, 3)), "batch: offsets must not decrease"),
+    "offsets beyond the tokens": (changed(offsets=u4(0, 2, 9)), "batch: offsets must not decrease"),
+    "no offsets": (changed(offsets=b""), "batch: offsets has 0 elements"),
+    "a cost of 0": (changed(cost=0.0), "greater than 0 and at most 1"),
+    "a negative cost": (changed(cost=-0.1), "greater than 0 and at most 1"),
+    "a cost above a step": (changed(cost=1.01), "greater than 0 and at most 1"),
+    "a cost of NaN": (changed(cost=float("nan")), "greater than 0 and at most 1"),
+    "an infinite cost": (changed(cost=float("inf")), "greater than 0 and at most 1"),
+    "too many limits": (changed(max_draft=u4(1, 2, 3)), "batch: max_draft has 3 elements, not 2"),
+    "too few steps": (changed(steps=u4(1)), "batch: steps has 1 elements, not 2"),
     "durations without numbers of tokens": (
         changed(step_tokens=u4(1, 2), step_sequences=u4(1), step_seconds=bytes(16)),
         "batch.step_sequences has 4 bytes, not 8",
@@ -115,7 +116,7 @@ MALFORMED = {
         "batch.step_seconds has 8 bytes, not 16",
     ),
     "too many durations": (changed(step_tokens=bytes(4 * 65)), "batch.step_tokens has 65 elements; the maximum is 64"),
-    "a path probability of 0": (changed(min_path_prob=0.0), "batch.min_path_prob is 0.0"),
+    "a path probability of 0": (changed(min_path_prob=0.0), "batch: min_path_prob must be greater than 0"),
     "too many steps": (changed(steps=u4(1, 0xFFFFFFFF)), "batch.steps holds 4294967295"),
 }
 
@@ -123,13 +124,14 @@ MALFORMED = {
 @pytest.mark.parametrize(("message", "reason"), MALFORMED.values(), ids=MALFORMED.keys())
 def test_malformed_batches_are_refused_by_field(message, reason):
     with pytest.raises(WireError, match=reason):
-        read_batch(message)
+        check_batch(read_batch(message))
 
 
 @given(st.binary(max_size=24), st.sampled_from(["sequence_ids", "tokens", "offsets", "verified", "max_draft"]))
 def test_any_bytes_in_any_field_are_read_or_refused(data, field):
     try:
         read = read_batch(changed(**{field: data}))
+        check_batch(read)
     except WireError:
         return
     assert read.offsets[-1] == len(read.tokens)
@@ -153,4 +155,4 @@ def test_numbers_that_do_not_fit_become_impossible_ones():
 
 def test_drafts_for_another_number_of_sequences_are_refused():
     with pytest.raises(WireError, match=r"drafts.offsets has 3 elements, not 2"):
-        read_drafts(drafts_message(DraftBatch.empty(2)), 1)
+        read_drafts(drafts_message(DraftBatch.empty(2)), array([9]))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.support.gguf_model import in_rotary_order, write_gguf
 from drafter_service.client.chat_template import load_chat_template
-from drafter_service.client.gguf_tokenizer import SPLITTINGS
+from drafter_service.client.gguf import SPLITTINGS
 from drafter_service.client.identity import model_identity, vocabulary_fingerprint
 from drafter_service.plugins.settings import identity_of
 from engine.commands.prompts import read_texts

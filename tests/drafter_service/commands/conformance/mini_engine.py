@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import batch_message, pack, read_drafts
+from drafter_service.transport.wire import batch_message, pack
 from ssd.types import Progress, StepTime
+from tests.drafter_service.raw import drafts_in
 from tests.strategies import array
 
 VOCAB_SIZE = 100
@@ -130,7 +131,7 @@ class MiniEngine:
                 unsent = self.after_error(unsent)
                 steps = steps if unsent else 0
             else:
-                drafts = read_drafts(reply.response.drafts, 1).tokens.tolist()
+                drafts = drafts_in(reply.response.drafts, 1).tokens.tolist()
                 unsent, verified, steps = [], 0, 0
                 draft = drafts
                 if reply.is_late:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
-from drafter_service.replication.writer import ENTRIES_AT_ONCE, ENTRY_EVENTS, ENTRY_TOKENS, EVENT_WEIGHT, Outbox
+from drafter_service.replication.shared_log import ENTRIES_AT_ONCE, ENTRY_EVENTS, ENTRY_TOKENS, EVENT_WEIGHT, Outbox
 from tests.strategies import array
 
 MAKERS = {
