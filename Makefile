@@ -68,7 +68,7 @@ HOSTS_PIP := $(HOSTS)/bin/python -m pip --disable-pip-version-check install --qu
 
 # Kernels are cached apart from those of $(VENV), whose numba may have another version.
 HOSTS_TEST := NUMBA_CACHE_DIR=$(CURDIR)/$(HOSTS)/kernels $(HOSTS)/bin/python -m pytest --tb native \
-	--numprocesses 2 --dist loadfile tests/hosts tests/drafter_service/plugins/test_llama_cpp.py
+	--numprocesses 2 --dist loadfile tests/hosts
 
 hosts: $(HOSTS)/.ready $(HOSTS)/.llama-cpp ## run the tests of plug-ins in real engines on a CPU: vLLM and llama.cpp (about 10 minutes)
 	@echo "running the tests in vLLM and llama.cpp (about 5 minutes)"

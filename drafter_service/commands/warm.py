@@ -64,8 +64,7 @@ def warm(
 ) -> None:
     """Learn from logs and text before the first requests."""
     from drafter_service.ingest.files import list_files
-    from drafter_service.ingest.reading import Reading
-    from drafter_service.ingest.vocabulary import Vocabulary
+    from drafter_service.ingest.reading import Reading, Vocabulary
     from drafter_service.server.store import exclusive_use, folder_of
 
     files = list_files((*sources, *more_sources))

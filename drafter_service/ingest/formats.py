@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import lru_cache, partial
+from collections.abc import Hashable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from drafter_service.ingest.answers import Found, conversation
 from drafter_service.ingest.chats import ASSISTANT, Chat, is_chat, role_of, words
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.readers import Reader, Value, is_given
-from drafter_service.ingest.refusals import LIKELY, NO_FORMAT, read_fields, refusal, share, texts_in
+from drafter_service.ingest.refusals import LIKELY, NO_FORMAT, read_fields, refusal, share
 from drafter_service.ingest.sessions import Read, Record, Session, Stream
 
 PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
@@ -49,10 +49,8 @@ class Format(NamedTuple):
     fields: str
     """Fields that all its records have, separated by blanks; alternatives by "|"."""
     read: Reader | None = None
-    key_of: Callable[[Value], Hashable | None] | None = None
-    """Returns what records have in common whose answers take several; None for records of other formats."""
-    group: Callable[[str, Record], Stream | Session] = Stream
-    """Joins such records; gets the name of the format and the first record."""
+    group: type[Stream] | type[Session] | None = None
+    """Joins records whose answers take several. Its `key_of` returns what they have in common; None for others."""
 
 
 @lru_cache(MAX_SHAPES)
@@ -125,7 +123,7 @@ def _read(
         record = record._replace(value=value)
     names = tuple(value)
     for row in _rows_of(names):
-        if row.key_of is not None and (key := row.key_of(value)) is not None:
+        if row.group is not None and (key := row.group.key_of(value)) is not None:
             name = row.name, key
             group = groups[name] = groups.get(name) or row.group(row.name, record)
             yield from group.add(record)
@@ -173,8 +171,8 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
         if not isinstance(value, list | dict) or readers.NOT_SEARCHED.search(name) or depth > MAX_DEPTH:
             continue
         if is_chat(value):
-            others = {other: one for other, one in record.items() if isinstance(one, dict)}
-            if any(path.endswith(".output") for path, _ in texts_in(others, "")):
+            others = (inner for one in record.values() if isinstance(one, dict) for inner in one.values())
+            if any(isinstance(other, dict) and isinstance(other.get("output"), str) for other in others):
                 skipped.append(OF_A_TEST)
             else:
                 found += conversation(value, record, skipped) or []
@@ -220,30 +218,27 @@ FORMATS = (
     Format(
         "Assistants API, events of threads",
         "object|event",
-        key_of=sessions.thread_key,
-        group=partial(Session, sessions.thread_messages),
+        group=sessions.Thread,
     ),
-    Format("OpenAI, streamed chunks", "choices id|object|created|model", key_of=sessions.stream_key),
-    Format("streamed events of other APIs", "|".join(("type", *streams.BEDROCK)), key_of=sessions.stream_key),
-    Format("Ollama", "done message|response", key_of=sessions.stream_key),
+    Format("OpenAI, streamed chunks", "choices id|object|created|model", group=Stream),
+    Format("streamed events of other APIs", "|".join(("type", *streams.BEDROCK)), group=Stream),
+    Format("Ollama", "done message|response", group=Stream),
     Format(
         "OpenHands, events",
         "action|observation source",
-        key_of=sessions.action_key,
-        group=partial(Session, sessions.action_messages),
+        group=sessions.Actions,
     ),
     Format(
         "messages, one per record",
         "role|from|type|author|isCreatedByUser|record_type content|value|parts|text|message|data|tool_calls"
         "|payload|summary|call_id|record_type|sessionId|session_id|leafUuid|messageId",
-        key_of=sessions.message_key,
-        group=partial(Session, sessions.messages),
+        group=Session,
     ),
     Format("OpenAI chat and completions", "choices", readers.response),
     Format("OpenAI Responses API", "output", readers.response),
     Format("Anthropic messages", "role content type", readers.response),
     Format("Cohere", "finish_reason message", readers.response),
-    Format("Gemini", "candidates", readers.response, key_of=sessions.gemini_key, group=sessions.GeminiStream),
+    Format("Gemini", "candidates", readers.response, group=sessions.GeminiStream),
     Format("OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages", readers.span),
     Format("ChatGPT, export", "mapping", readers.tree),
     Format("BFCL", "result id", readers.function_calls),

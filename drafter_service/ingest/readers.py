@@ -304,7 +304,7 @@ def events(record: Value, skipped: list[str]) -> list[Found] | None:
     events = [event for one in history for event in _objects(one if isinstance(one, list) else [one])]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
-    session = sessions.Session(sessions.action_messages, "", Record(record, ""))
+    session = sessions.Actions("", Record(record, ""))
     reads = [read for event in events for read in session.add(Record(event, ""))] + list(session.finish())
     skipped += [reason for read in reads for reason in read.skipped]
     return [found for read in reads for found in read.outputs]

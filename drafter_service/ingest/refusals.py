@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import islice
 from shlex import quote
 
 import numpy as np
@@ -20,24 +18,15 @@ from drafter_service.ingest.readers import NOT_SEARCHED, Value
 from drafter_service.ingest.sessions import Read, Record
 
 LIKELY = re.compile("answer|output|respon|complet|generat|predict|solution|reply|result", re.IGNORECASE)
-"""Names of fields that are suggested for --field before others."""
-UNLIKELY = re.compile(
-    "context|truth|correct|label|time|(^|_)(date|ref|tests?|intent|human|user|system)(_|$)|scor|grad|rating|metric|error|finish"
-    "|stop_|status|title|url|path$|uuid|hash|commit|version|name$|type$|passage|document|source|instruct|descri|feedback",
-    re.IGNORECASE,
-)
-"""Names of fields that are never suggested, beside those in which no outputs are searched."""
+"""Names of fields that are suggested for --field."""
 WORDS = re.compile(r"(?!\d{4}-\d\d-\d\d)[\W\d_]*[^\W\d_]")
 """The beginning of a text that is neither a number nor a time."""
-NUMBER = re.compile(r"\d+")
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
 """Names of fields that messages repeat. Others may be texts of users."""
 NO_FORMAT = "no known format"
 NO_FIELD = "a field of --field is missing, or neither text, messages nor token ids"
-LONG = 40
-"""Length of texts of several words that may be outputs, whatever the name of their field."""
 MAX_NAMES = 12
-"""Names of fields in a reason; elements of a list or an object in which a field to suggest is searched."""
+"""Names of fields in a reason."""
 
 
 def read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
@@ -107,22 +96,30 @@ def share(fields: str, names: Iterable[str]) -> float:
 
 
 def _advice(record: Value) -> str:
-    """Return the --field that may read a record; "" if no field is likely to have an output, or several may."""
-    lengths: dict[str, int] = {}
-    for path, text in texts_in(record, ""):
-        if WORDS.match(text):
-            lengths[path] = max(len(text) if " " in text else 0, lengths.get(path, 0))
-    likely = [path for path in lengths if LIKELY.search(path)]
-    others = [path for path, length in lengths.items() if length > LONG]
-    if len(others) == 1 and not any(lengths[path] for path in likely):  # The likely ones are words, such as "passed".
-        likely = others
+    """Return the --field that may read a record; "" if no field has a text and the name of an output."""
     # Events and turns have texts of users and tools, too.
     is_turn = record.get("source", record.get("speaker")) in ("agent", "human", "system", "user")
-    if not likely or {"type", "timestamp"} <= record.keys() or is_turn:
+    if {"type", "timestamp"} <= record.keys() or is_turn:
         return ""
-    path = max(likely, key=lambda path: (LIKELY.search(path.rpartition(".")[2]) is not None, lengths[path]))
+    texts = dict(_texts_in(record, ""))
+    likely = [path for path, text in texts.items() if LIKELY.search(path) and WORDS.match(text)]
+    if not likely:
+        return ""
+    path = max(likely, key=lambda path: (" " in texts[path], len(texts[path])))
     prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
     return f"; if {path} is an output, give {prompt}--field {quote(path)}"
+
+
+def _texts_in(record: Value, before: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a record and of the objects in it that may be outputs, or the first of a list, by path."""
+    for name, value in record.items():
+        value, path = value[0] if isinstance(value, list) and value else value, f"{before}{name}"
+        if not NAME.fullmatch(name) or name in answers.PROMPTS or NOT_SEARCHED.search(name):
+            continue
+        if isinstance(value, str):
+            yield path, value
+        elif isinstance(value, dict) and not before and role_of(value) is None:
+            yield from _texts_in(value, f"{path}.")
 
 
 def _names(record: object) -> str:
@@ -130,24 +127,3 @@ def _names(record: object) -> str:
     shown = [name for name in names if NAME.fullmatch(name)][:MAX_NAMES]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return f" in a record with the fields {', '.join(shown)}{more}" if shown else ""
-
-
-def texts_in(value: object, path: str, depth: int = 4) -> Iterator[tuple[str, str]]:
-    """Yield the texts in a value that may be outputs, each after its path, in which "*" stands for keys and numbers."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, list):
-        for element in value[:MAX_NAMES]:
-            yield from texts_in(element, path.removesuffix("[]") + "[]", depth)
-    elif isinstance(value, dict) and depth and (depth == 4 or role_of(value) is None):
-        kinds = {type(inner) for inner in value.values()}
-        keys = sum(NUMBER.search(name) is not None or not NAME.fullmatch(name) for name in value)
-        is_keyed = len(kinds) == 1 and keys >= len(value) * (1 if str in kinds else 0.5)
-        numbered = Counter(NUMBER.sub("*", name) for name in value)
-        for name, inner in islice(value.items(), MAX_NAMES if is_keyed else None):
-            is_readable = NAME.fullmatch(name) and name not in answers.PROMPTS
-            is_output = name == "judgment" or not (NOT_SEARCHED.search(name) or UNLIKELY.search(name))
-            if is_keyed or (is_readable and is_output):
-                pattern = NUMBER.sub("*", name)
-                shown = "*" if is_keyed else pattern if numbered[pattern] > 1 else name
-                yield from texts_in(inner, f"{path}.{shown}" if path else shown, depth - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from drafter_service.ingest import chats
@@ -12,9 +12,6 @@ from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Me
 from drafter_service.ingest.streams import Streamed, deltas_of, either
 
 Event = Mapping[str, Any]
-Messages = Callable[[Event, object, list[str]], tuple[object, list[Message]]]
-"""Returns the id of the response that an event is from, and the event's messages; gets the id of the response before,
-and a list for the reason of each part that is left out."""
 
 OTHERS = frozenset(words("prompt question messages choices response completion output conversations"))
 """Fields of records that are more than a message or an event."""
@@ -69,32 +66,19 @@ class Read(NamedTuple):
     """The reason for each part that is left out."""
 
 
-def stream_key(value: Event) -> Hashable | None:
-    """Return what the chunks of one response have in common; None for other records, and those of Gemini."""
-    kind = value.get("type")
-    if isinstance(kind, str) and kind.startswith("response."):
-        return "response"
-    if ("candidates" in value and "choices" not in value) or deltas_of(value) is None:
-        return None
-    known = value.get("id") or value.get("model") if "choices" in value or "done" in value else None
-    return known if isinstance(known, str) else ""
-
-
-def gemini_key(value: Event) -> Hashable | None:
-    """Return the id of the response that a chunk of Gemini is from, "" without one; None for whole responses."""
-    if deltas_of(value) is None:
-        return None
-    if known := either(value, "responseId"):
-        return str(known)
-    # Responses with their requests are whole, and so are those of PaLM, which have other fields.
-    answers = [one for one in value["candidates"] if isinstance(one, dict)]
-    contents = [one.get("content", {} if "finishReason" in one else None) for one in answers]
-    is_whole = any(not isinstance(content, dict) or content.keys() - {"role", "parts"} for content in contents)
-    return None if is_whole or not contents or not REQUESTS.isdisjoint(value) else ""
-
-
 class Stream:
     """Chunks of a response."""
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:
+        """Return what the chunks of one response have in common; None for other records, and those of Gemini."""
+        kind = value.get("type")
+        if isinstance(kind, str) and kind.startswith("response."):
+            return "response"
+        if ("candidates" in value and "choices" not in value) or deltas_of(value) is None:
+            return None
+        known = value.get("id") or value.get("model") if "choices" in value or "done" in value else None
+        return known if isinstance(known, str) else ""
 
     def __init__(self, name: str, first: Record) -> None:
         """name: name of the format; first: the first record."""
@@ -131,6 +115,19 @@ class Stream:
 
 class GeminiStream(Stream):
     """Chunks of Gemini. In its first versions they have no id, and each has a `finishReason`."""
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:
+        """Return the id of the response that a chunk of Gemini is from, "" without one; None for whole responses."""
+        if deltas_of(value) is None:
+            return None
+        if known := either(value, "responseId"):
+            return str(known)
+        # Responses with their requests are whole, and so are those of PaLM, which have other fields.
+        answers = [one for one in value["candidates"] if isinstance(one, dict)]
+        contents = [one.get("content", {} if "finishReason" in one else None) for one in answers]
+        is_whole = any(not isinstance(content, dict) or content.keys() - {"role", "parts"} for content in contents)
+        return None if is_whole or not contents or not REQUESTS.isdisjoint(value) else ""
 
     def _begin(self, first: Record) -> None:
         super()._begin(first)
@@ -186,15 +183,30 @@ def _usage(event: Event) -> tuple[int, int] | None:
 
 
 class Session:
-    """Events of an agent's session. The prompt of each answer is what came before it."""
+    """Messages and events of an agent's session. The prompt of each answer is what came before it."""
 
     is_finished = is_broken = False
 
-    def __init__(self, messages: Messages, name: str, first: Record) -> None:
-        """messages: reads an event; name: name of the format; first: the first record."""
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:
+        """Return the ids of the session that a message or event is from; None for other records."""
+        kind = str(value.get("type"))
+        is_event = (
+            _is_item(value) or ("payload" in value and kind in CODEX_EVENTS) or value.get("record_type") == "state"
+        )
+        if not is_event and OTHERS.isdisjoint(value):
+            source, _, event = kind.partition(".")
+            is_event = event != "" and isinstance(value.get("data"), dict) and source in (*chats.ROLES, "session")
+            # With `role` and `type` it is a response, or an item of one, unless it has a text of its own.
+            is_single = "role" not in value or "type" not in value or "text" in value
+            is_message = is_single and chats.role_of(value) in chats.ROLES.values()
+            is_event = is_event or is_message or _is_note(value)
+        return tuple([str(value.get(name)) for name in SESSIONS]) if is_event else None
+
+    def __init__(self, name: str, first: Record) -> None:
+        """name: name of the format; first: the first record."""
         self.first = first
         self._name = name
-        self._messages = messages
         self._has_read = False
         self._before: list[Message] = []
         self._answer: Message | None = None
@@ -207,7 +219,7 @@ class Session:
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answer that it completes. A system prompt begins another conversation."""
         self._event = record if self._answer is None else self._event
-        known, messages = self._messages(record.value, self._id, self._skipped)
+        known, messages = self._messages(record.value)
         for message in messages:
             is_answer = message["role"] == ASSISTANT
             if message["role"] != TOOL and reply_to(message) is None:
@@ -239,19 +251,75 @@ class Session:
             yield Read(self._event, self._name, found, self._skipped)
         self._answer, self._skipped = None, []
 
+    def _messages(self, event: Event) -> tuple[object, list[Message]]:
+        """Return the messages of an event, and the id of the response that they are from.
 
-def message_key(value: Event) -> Hashable | None:
-    """Return the ids of the session that a message or event is from; None for other records."""
-    kind = str(value.get("type"))
-    is_event = _is_item(value) or ("payload" in value and kind in CODEX_EVENTS) or value.get("record_type") == "state"
-    if not is_event and OTHERS.isdisjoint(value):
-        source, _, event = kind.partition(".")
-        is_event = event != "" and isinstance(value.get("data"), dict) and source in (*chats.ROLES, "session")
-        # With `role` and `type` it is a response, or an item of one, unless it has a text of its own.
-        is_single = "role" not in value or "type" not in value or "text" in value
-        is_message = is_single and chats.role_of(value) in chats.ROLES.values()
-        is_event = is_event or is_message or _is_note(value)
-    return tuple([str(value.get(name)) for name in SESSIONS]) if is_event else None
+        Several items of the Responses API are one answer.
+        """
+        item, kind, inner = event.get("payload", event), event.get("type"), event.get("message")
+        if kind == "session_meta" and isinstance(item, dict):  # Codex
+            instructions = item.get("instructions") or item.get("base_instructions")
+            return None, messages_of({"role": SYSTEM, "content": instructions}, []) if instructions else []
+        if _is_note(event) or event.get("isApiErrorMessage") or ("payload" in event and kind != "response_item"):
+            return None, []
+        if "payload" in event or _is_item(event):
+            return None, messages_of(item, self._skipped)
+        inner = inner if isinstance(inner, dict) else {}
+        known = inner.get("id") or event.get("requestId") or object()
+        return known, [] if inner.get("model") == "<synthetic>" else messages_of(event, self._skipped)
+
+
+class Thread(Session):
+    """Events of a thread of the Assistants API."""
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:
+        """Return the id of the thread of the Assistants API that an event is from; None for other records."""
+        names = (value.get("object"), value.get("event"))
+        is_event = any(isinstance(name, str) and (name == "thread" or name.startswith("thread.")) for name in names)
+        return str(_thread_data(value).get("thread_id")) if is_event else None
+
+    def _messages(self, event: Event) -> tuple[object, list[Message]]:
+        """Read the messages of the Assistants API once they are whole; other events only tell what happens to them."""
+        data = _thread_data(event)
+        is_whole = data.get("object") == "thread.message" and data.get("status") != "in_progress"
+        return object(), messages_of(data, self._skipped) if is_whole else []
+
+
+class Actions(Session):
+    """Events of OpenHands."""
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:
+        """Return "" for an event of OpenHands; None for other records."""
+        is_event = isinstance(value.get("args"), dict) or isinstance(value.get("observation"), str)
+        return "" if is_event and not OTHERS & value.keys() else None
+
+    def _messages(self, event: Event) -> tuple[object, list[Message]]:
+        """Read an action of the agent or of the user, or an observation, of OpenHands."""
+        action, args = event.get("action"), event.get("args")
+        args = args if isinstance(args, dict) else event
+        if not isinstance(action, str):
+            content = event.get("content")
+            is_result = isinstance(content, str) and "observation" in event
+            return None, [{"role": TOOL, "content": content}] if is_result else []
+        texts = [value for name in ACTION_TEXTS if isinstance(value := args.get(name), str) and value]
+        source = event.get("source", USER if "wait_for_response" in event else "agent")
+        if action == "system" or source != "agent":
+            role = SYSTEM if action == "system" else USER
+            return None, [{"role": role, "content": texts[0]}] if texts and action in ("system", "message") else []
+        metadata = event.get("tool_call_metadata")
+        response = metadata.get("model_response") if isinstance(metadata, dict) else None
+        if isinstance(response, dict) and isinstance(choices := response.get("choices"), list) and choices:
+            # Each tool call of a response is an event with the whole response.
+            known = response.get("id")
+            message = choices[0].get("message") if isinstance(choices[0], dict) and known != self._id else None
+            return known, messages_of(message, self._skipped, ASSISTANT)
+        if action in ("message", "finish", "think"):
+            return None, [{"role": ASSISTANT, "content": "".join(texts[:1])}]
+        arguments = {name: args[name] for name in ACTION_ARGUMENTS if args.get(name)}
+        calls = [{"name": action, "arguments": arguments}] if arguments else []
+        return None, messages_of({"content": args.get("thought"), "tool_calls": calls}, self._skipped, ASSISTANT)
 
 
 def _is_item(value: Event) -> bool:
@@ -267,70 +335,8 @@ def _is_note(event: Event) -> bool:
     return str(event.get("type")) in CLAUDE_EVENTS and not CLAUDE_FIELDS.isdisjoint(event)
 
 
-def messages(event: Event, _: object, skipped: list[str]) -> tuple[object, list[Message]]:
-    """Read messages, those in events of agents, and items of the Responses API, of which several are one answer."""
-    item, kind, inner = event.get("payload", event), event.get("type"), event.get("message")
-    if kind == "session_meta" and isinstance(item, dict):  # Codex
-        instructions = item.get("instructions") or item.get("base_instructions")
-        return None, messages_of({"role": SYSTEM, "content": instructions}, []) if instructions else []
-    if _is_note(event) or event.get("isApiErrorMessage") or ("payload" in event and kind != "response_item"):
-        return None, []
-    if "payload" in event or _is_item(event):
-        return None, messages_of(item, skipped)
-    inner = inner if isinstance(inner, dict) else {}
-    known = inner.get("id") or event.get("requestId") or object()
-    return known, [] if inner.get("model") == "<synthetic>" else messages_of(event, skipped)
-
-
-def thread_key(value: Event) -> Hashable | None:
-    """Return the id of the thread of the Assistants API that an event is from; None for other records."""
-    names = (value.get("object"), value.get("event"))
-    is_event = any(isinstance(name, str) and (name == "thread" or name.startswith("thread.")) for name in names)
-    return str(_thread_data(value).get("thread_id")) if is_event else None
-
-
 def _thread_data(event: Event) -> Event:
     return data if isinstance(data := event.get("data"), dict) else event
-
-
-def thread_messages(event: Event, _: object, skipped: list[str]) -> tuple[object, list[Message]]:
-    """Read the messages of the Assistants API once they are whole; other events only tell what happens to them."""
-    data = _thread_data(event)
-    is_whole = data.get("object") == "thread.message" and data.get("status") != "in_progress"
-    return object(), messages_of(data, skipped) if is_whole else []
-
-
-def action_key(value: Event) -> Hashable | None:
-    """Return "" for an event of OpenHands; None for other records."""
-    is_event = isinstance(value.get("args"), dict) or isinstance(value.get("observation"), str)
-    return "" if is_event and not OTHERS & value.keys() else None
-
-
-def action_messages(event: Event, before: object, skipped: list[str]) -> tuple[object, list[Message]]:
-    """Read an action of the agent or of the user, or an observation, of OpenHands."""
-    action, args = event.get("action"), event.get("args")
-    args = args if isinstance(args, dict) else event
-    if not isinstance(action, str):
-        content = event.get("content")
-        is_result = isinstance(content, str) and "observation" in event
-        return None, [{"role": TOOL, "content": content}] if is_result else []
-    texts = [value for name in ACTION_TEXTS if isinstance(value := args.get(name), str) and value]
-    source = event.get("source", USER if "wait_for_response" in event else "agent")
-    if action == "system" or source != "agent":
-        role = SYSTEM if action == "system" else USER
-        return None, [{"role": role, "content": texts[0]}] if texts and action in ("system", "message") else []
-    metadata = event.get("tool_call_metadata")
-    response = metadata.get("model_response") if isinstance(metadata, dict) else None
-    if isinstance(response, dict) and isinstance(choices := response.get("choices"), list) and choices:
-        # Each tool call of a response is an event with the whole response.
-        known = response.get("id")
-        message = choices[0].get("message") if isinstance(choices[0], dict) and known != before else None
-        return known, messages_of(message, skipped, ASSISTANT)
-    if action in ("message", "finish", "think"):
-        return None, [{"role": ASSISTANT, "content": "".join(texts[:1])}]
-    arguments = {name: args[name] for name in ACTION_ARGUMENTS if args.get(name)}
-    calls = [{"name": action, "arguments": arguments}] if arguments else []
-    return None, messages_of({"content": args.get("thought"), "tool_calls": calls}, skipped, ASSISTANT)
 
 
 # --- aider

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import grpc
 import numpy as np
@@ -95,16 +94,6 @@ class RemoteSink:
         )
 
 
-class _Document(NamedTuple):
-    """A document that is not in the corpus yet."""
-
-    tokens: np.ndarray
-    """uint32 [N]."""
-    name: str
-    time: float
-    tag: int
-
-
 class OfflineSink:
     """Learns into a snapshot file. The corpus is sorted only when it is saved, so overwritten text is never sorted."""
 
@@ -134,7 +123,8 @@ class OfflineSink:
         except ValueError as problem:
             raise UserError(f"--capacity: {problem}") from None
         self._known = set(self._corpus.request_times())
-        self._waiting: deque[_Document] = deque()
+        self._waiting: deque[tuple[np.ndarray, str, float, int]] = deque()
+        """Tokens, name, time and tag of each document that is not in the corpus yet."""
         self._room = 0
         """Tokens of the corpus that waiting documents take, each with a separator."""
         self._learned = Totals(0, 0, 0)
@@ -149,14 +139,14 @@ class OfflineSink:
                 duplicates += 1
                 continue
             self._known.add(hashed)
-            self._waiting.append(_Document(documents.tokens[first:end], name, time, tag))
+            self._waiting.append((documents.tokens[first:end], name, time, tag))
             self._room += end - first + 1
             count, tokens = count + 1, tokens + end - first
         self._learned = Totals(count, tokens, duplicates)
-        while self._waiting and self._room - len(self._waiting[0].tokens) - 1 >= self._corpus.capacity:
-            old = self._waiting.popleft()
-            self._room -= len(old.tokens) + 1
-            self._known.remove(hash_of(old.name))
+        while self._waiting and self._room - len(self._waiting[0][0]) - 1 >= self._corpus.capacity:
+            tokens_of_old, name, *_ = self._waiting.popleft()
+            self._room -= len(tokens_of_old) + 1
+            self._known.remove(hash_of(name))
 
     def finish(self) -> Totals:
         """Sort and save. Raises SnapshotError, a UserError, if it cannot be written."""

@@ -1,12 +1,22 @@
-"""A draft as hosts take it: plain ints, within the vocabulary."""
+"""Drafts as hosts take them (plain ints, within the vocabulary), and what a session keeps of each request."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 
-from ssd.types import ROOT, DraftBatch
+import numpy as np
+
+from drafter_service.plugins.namespaces import Namespace
+from drafter_service.plugins.options import RequestOptions
+from ssd.types import ROOT, DraftBatch, Progress, StepTime, offsets_of
+
+MAX_LENGTH = 1 << 30
+"""Length of texts, in tokens, that no host reaches."""
+CHECKED = 8
+"""Number of reported tokens that are compared with the host's text in each step, to notice that it was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +71,88 @@ def _valid_length(draft: Draft, vocab_size: int, is_tree: bool) -> int:
         if token >= vocab_size or not (is_tree or parent == at + ROOT):
             return at
     return len(draft.tokens)
+
+
+# --- Requests of a session
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """A request of the host, and what the drafter knows of it."""
+
+    options: RequestOptions
+    prompt_length: int
+    prompt_checksum: int
+    max_length: int
+    """Length of its text, prompt included, at which the host ends it."""
+    namespace: Namespace | None = None
+    """None if it has no drafts."""
+    sequence_id: int = -1
+    """Its id at the drafter."""
+    reported: int = 0
+    """Number of tokens that the drafter knows, prompt included."""
+    tail: list[int] = field(default_factory=list)
+    """The last `CHECKED` of them."""
+    draft: Draft = NO_DRAFT
+    """The last draft, which continues the reported tokens."""
+    verified: int | None = None
+    """Number of its tokens that the host verifies; None: the host has not said."""
+    allowed: int = MAX_LENGTH
+    """Longest draft that the host is expected to verify."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """Progress of a request in one step of the host."""
+
+    request: TrackedRequest
+    index: int
+    """Index in the host's batch."""
+    added: Sequence[int]
+    """Tokens that the drafter does not know."""
+    room: int
+    """Maximum length of its next draft."""
+    verified: int
+    """Number of verified tokens of its last draft; 0 while no token was committed after it."""
+    accepted: int
+    """Number of accepted ones among them."""
+    steps: int
+    """Number of the host's steps: the first added one token to the accepted ones, the others one token each."""
+
+
+def progress_of(turns: Sequence[Turn], others: int, prompt_tokens: int, step_times: Sequence[StepTime]) -> Progress:
+    """Return the progress of requests of one namespace; others: number of other sequences in the step."""
+    steps = np.array([turn.steps for turn in turns], np.uint32)
+    return Progress(
+        sequence_ids=np.array([turn.request.sequence_id for turn in turns], np.uint64),
+        tokens=np.array([*chain.from_iterable(turn.added for turn in turns)], np.uint32),
+        offsets=offsets_of(np.array([len(turn.added) for turn in turns], np.uint32)),
+        verified=np.array([turn.verified for turn in turns], np.uint32),
+        max_draft=np.array([turn.room for turn in turns], np.uint32),
+        steps=steps if np.count_nonzero(steps > 1) else None,
+        other_tokens=prompt_tokens,
+        other_sequences=others,
+        step_times=step_times,
+    )
+
+
+def valid_prefix(tokens: Sequence[int], vocab_size: int) -> Sequence[int]:
+    """Return the tokens before the first id that is not in the vocabulary."""
+    if not len(tokens) or (min(tokens) >= 0 and max(tokens) < vocab_size):
+        return tokens
+    return tokens[: next(at for at, token in enumerate(tokens) if not 0 <= token < vocab_size)]
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    length = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        length += 1
+    return length
+
+
+def checksum(tokens: Sequence[int]) -> int:
+    """Return a checksum of token ids."""
+    return zlib.crc32(np.asarray(tokens, np.int64).tobytes())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from drafter_service.client import DrafterClient
 from drafter_service.client.protocol import Welcome
-from drafter_service.plugins.connection_log import ConnectionLog
+from drafter_service.plugins.log import ConnectionLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.settings import EMBEDDED, PluginSettings
 from drafter_service.transport.wire import MAX_STEP_TIMES
@@ -69,12 +69,22 @@ class Namespace:
 class HostNamespaces:
     """Opens drafters on first use and closes those not used for longest. One thread at a time may use it."""
 
-    def __init__(self, settings: PluginSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
-        """report: called with a message, from any thread, when connections are lost or work again."""
+    def __init__(
+        self,
+        settings: PluginSettings,
+        limits: HostLimits,
+        report: Callable[[str], None],
+        open_drafter: Callable[[str, str], HostDrafter] | None = None,
+    ) -> None:
+        """report: called with a message, from any thread, when connections are lost or work again.
+
+        open_drafter: opens the drafter of an adapter and a salt; None: as the settings say.
+        """
+        self._open_drafter = open_drafter or self._drafter
         self._settings = settings
         self._limits = limits
         self._connections = ConnectionLog(settings.sidecar, report)
-        self._open: OrderedDict[tuple[str, str], Namespace] = OrderedDict()
+        self.opened: OrderedDict[tuple[str, str], Namespace] = OrderedDict()
         """By adapter and salt, least recently used first."""
 
     def find(self, adapter: str, salt: str) -> Namespace | None:
@@ -83,52 +93,52 @@ class HostNamespaces:
         Raises UserError if it cannot be opened, when it is called the first time.
         """
         key = adapter, salt
-        if key not in self._open:
-            if len(self._open) >= MAX_NAMESPACES and not self._close_idle():
+        if key not in self.opened:
+            if len(self.opened) >= MAX_NAMESPACES and not self._close_idle():
                 return None
             # A failure to open is kept, so that it is reported once.
-            self._open[key] = Namespace(None)
-            self._open[key].drafter = self._drafter(adapter, salt)
-        self._open.move_to_end(key)
-        return self._open[key]
+            self.opened[key] = Namespace(None)
+            self.opened[key].drafter = self._open_drafter(adapter, salt)
+        self.opened.move_to_end(key)
+        return self.opened[key]
 
     def take_paused(self) -> list[Namespace]:
         """Return the namespaces whose drafters are not called in this step, and count it."""
-        paused = [namespace for namespace in self._open.values() if namespace.pause_steps]
+        paused = [namespace for namespace in self.opened.values() if namespace.pause_steps]
         for namespace in paused:
             namespace.pause_steps -= 1
         return paused
 
     def record_step(self, tokens: int, sequences: int, seconds: float) -> None:
         """Record a step of the host, to be sent with the next request for drafts of each namespace."""
-        for namespace in self._open.values():
+        for namespace in self.opened.values():
             namespace.step_times.append(StepTime(tokens, sequences, seconds, namespace.drafting_s))
             del namespace.step_times[:-MAX_STEP_TIMES]
             namespace.drafting_s = 0.0
 
     def close(self) -> None:
         """Close all drafters."""
-        for namespace in self._open.values():
+        for namespace in self.opened.values():
             if namespace.drafter is not None:
                 namespace.drafter.close()
-        self._open.clear()
+        self.opened.clear()
 
     def _close_idle(self) -> bool:
         """Close the namespace that was not used for longest and has no running sequences; return whether there is one.
 
         Closing a connection may take seconds, so another thread does it.
         """
-        idle = next((key for key, namespace in self._open.items() if not namespace.running), None)
+        idle = next((key for key, namespace in self.opened.items() if not namespace.running), None)
         if idle is None:
             return False
-        drafter = self._open.pop(idle).drafter
+        drafter = self.opened.pop(idle).drafter
         if drafter is not None:
             threading.Thread(target=drafter.close, name="ssd-close", daemon=True).start()
         return True
 
     def _is_refused(self, adapter: str, salt: str) -> bool:
         """Return whether the service refuses the connection of a namespace."""
-        namespace = self._open.get((adapter, salt))
+        namespace = self.opened.get((adapter, salt))
         return namespace is not None and isinstance(namespace.drafter, DrafterClient) and namespace.drafter.is_refused
 
     def _drafter(self, adapter: str, salt: str) -> HostDrafter:

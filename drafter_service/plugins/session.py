@@ -10,30 +10,37 @@ Nothing raises into the host. Failures cost drafts, and are reported at most onc
 from __future__ import annotations
 
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drafter_service.plugins.draft import NO_DRAFT, Draft, drafts_of
+from drafter_service.plugins.draft import (
+    CHECKED,
+    MAX_LENGTH,
+    NO_DRAFT,
+    Draft,
+    TrackedRequest,
+    Turn,
+    checksum,
+    common_length,
+    drafts_of,
+    progress_of,
+    valid_prefix,
+)
 from drafter_service.plugins.namespaces import HostNamespaces, Namespace
 from drafter_service.plugins.options import End, HostLimits, RequestOptions, group_of
 from drafter_service.plugins.settings import PluginSettings
 from ssd.errors import Failures, UserError
-from ssd.types import Progress, StepTime, offsets_of
 
-MAX_LENGTH = 1 << 30
-"""Length of texts, in tokens, that no host reaches."""
-CHECKED = 8
-"""Number of reported tokens that are compared with the host's text in each step, to notice that it was replaced."""
+if TYPE_CHECKING:
+    from drafter_service.plugins.namespaces import HostDrafter
 
 
 @dataclass
@@ -56,56 +63,18 @@ class DraftCounters:
         return 1 + self.accepted / self.steps if self.steps else 0.0
 
 
-@dataclass(slots=True, eq=False)
-class TrackedRequest:
-    """A request of the host, and what the drafter knows of it."""
-
-    options: RequestOptions
-    prompt_length: int
-    prompt_checksum: int
-    max_length: int
-    """Length of its text, prompt included, at which the host ends it."""
-    namespace: Namespace | None = None
-    """None if it has no drafts."""
-    sequence_id: int = -1
-    """Its id at the drafter."""
-    reported: int = 0
-    """Number of tokens that the drafter knows, prompt included."""
-    tail: list[int] = field(default_factory=list)
-    """The last `CHECKED` of them."""
-    draft: Draft = NO_DRAFT
-    """The last draft, which continues the reported tokens."""
-    verified: int | None = None
-    """Number of its tokens that the host verifies; None: the host has not said."""
-    allowed: int = MAX_LENGTH
-    """Longest draft that the host is expected to verify."""
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """Progress of a request in one step of the host."""
-
-    request: TrackedRequest
-    index: int
-    """Index in the host's batch."""
-    added: Sequence[int]
-    """Tokens that the drafter does not know."""
-    room: int
-    """Maximum length of its next draft."""
-    verified: int
-    """Number of verified tokens of its last draft; 0 while no token was committed after it."""
-    accepted: int
-    """Number of accepted ones among them."""
-    steps: int
-    """Number of the host's steps: the first added one token to the accepted ones, the others one token each."""
-
-
 class HostSession:
     """The requests of one host. Any thread may call it."""
 
-    def __init__(self, settings: PluginSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: PluginSettings,
+        limits: HostLimits,
+        report: Callable[[str], None],
+        open_drafter: Callable[[str, str], HostDrafter] | None = None,
+    ) -> None:
         """report: writes a message to the host's log, from any thread; called once for each kind of problem, and at
-        most once a minute for failures.
+        most once a minute for failures. open_drafter: see `HostNamespaces`.
         """
         self.counters = DraftCounters()
         self._failures = Failures()
@@ -115,7 +84,7 @@ class HostSession:
         self._rollouts = settings.rollouts
         self._report = report
         self._reported: set[str] = set()
-        self._namespaces = HostNamespaces(settings, limits, report)
+        self.namespaces = HostNamespaces(settings, limits, report, open_drafter)
         self._requests: OrderedDict[Hashable, TrackedRequest] = OrderedDict()
         """By the host's id, least recently drafted first."""
         self._sequences = 0
@@ -126,10 +95,14 @@ class HostSession:
         """Whether a request was started and has not ended."""
         return request_id in self._requests
 
+    def __len__(self) -> int:
+        """Number of requests that were started and have not ended."""
+        return len(self._requests)
+
     def open(self) -> None:
         """Connect, so that what prevents drafts is reported before the first request."""
         with self.guarded():
-            self._namespaces.find("", "")
+            self.namespaces.find("", "")
 
     def start(
         self,
@@ -182,7 +155,7 @@ class HostSession:
         those with any. seconds: its duration without calls of this session.
         """
         with self.guarded():
-            self._namespaces.record_step(tokens, sequences, seconds)
+            self.namespaces.record_step(tokens, sequences, seconds)
 
     def draft(
         self, texts: Sequence[tuple[Hashable, Sequence[int]]], prompt_tokens: int = 0, other_sequences: int = 0
@@ -203,7 +176,7 @@ class HostSession:
         """
         drafts = [NO_DRAFT] * len(texts)
         with self.guarded():
-            paused = self._namespaces.take_paused()
+            paused = self.namespaces.take_paused()
             by_namespace: dict[int, list[Turn]] = {}
             seen = set()
             for index, (request_id, text) in enumerate(texts):
@@ -242,7 +215,7 @@ class HostSession:
         with self.guarded():
             for request_id in list(self._requests):
                 self._drop(request_id)
-            self._namespaces.close()
+            self.namespaces.close()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -310,7 +283,7 @@ class HostSession:
         self._sequences += 1
 
     def _find(self, options: RequestOptions) -> Namespace | None:
-        namespace = self._namespaces.find(options.adapter, options.salt)
+        namespace = self.namespaces.find(options.adapter, options.salt)
         if namespace is None:
             self._report_once("namespaces", "too many cache salts and adapters at a time; some requests have no drafts")
         return namespace
@@ -426,41 +399,3 @@ class HostSession:
             steps=turn.steps,
             learn=learn,
         )
-
-
-def progress_of(turns: Sequence[Turn], others: int, prompt_tokens: int, step_times: Sequence[StepTime]) -> Progress:
-    """Return the progress of requests of one namespace; others: number of other sequences in the step."""
-    steps = np.array([turn.steps for turn in turns], np.uint32)
-    return Progress(
-        sequence_ids=np.array([turn.request.sequence_id for turn in turns], np.uint64),
-        tokens=np.array([*chain.from_iterable(turn.added for turn in turns)], np.uint32),
-        offsets=offsets_of(np.array([len(turn.added) for turn in turns], np.uint32)),
-        verified=np.array([turn.verified for turn in turns], np.uint32),
-        max_draft=np.array([turn.room for turn in turns], np.uint32),
-        steps=steps if np.count_nonzero(steps > 1) else None,
-        other_tokens=prompt_tokens,
-        other_sequences=others,
-        step_times=step_times,
-    )
-
-
-def valid_prefix(tokens: Sequence[int], vocab_size: int) -> Sequence[int]:
-    """Return the tokens before the first id that is not in the vocabulary."""
-    if not len(tokens) or (min(tokens) >= 0 and max(tokens) < vocab_size):
-        return tokens
-    return tokens[: next(at for at, token in enumerate(tokens) if not 0 <= token < vocab_size)]
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    length = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        length += 1
-    return length
-
-
-def checksum(tokens: Sequence[int]) -> int:
-    """Return a checksum of token ids."""
-    return zlib.crc32(np.asarray(tokens, np.int64).tobytes())

@@ -11,7 +11,7 @@ class StepClock:
     """Measures the steps of one batch, one at a time."""
 
     def __init__(self, session: HostSession) -> None:
-        self._session = session
+        self.session = session
         self._began_s = 0.0
         self._tokens = 0
         """Number of tokens of the step that runs; 0 if none does."""
@@ -24,5 +24,5 @@ class StepClock:
     def end(self) -> None:
         """End the step, if one runs, and record its duration."""
         if self._tokens:
-            self._session.record_step(self._tokens, self._sequences, perf_counter() - self._began_s)
+            self.session.record_step(self._tokens, self._sequences, perf_counter() - self._began_s)
             self._tokens = 0

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from drafter_service.plugins.log import HostLog
+from drafter_service.plugins.log import HostLog, untested
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import host_settings
@@ -116,7 +116,7 @@ class RequestDrafts:
 
     def __init__(self, session: HostSession, reason: str) -> None:
         """reason: why there are no drafts, or ""."""
-        self._session = session
+        self.session = session
         self._is_enabled = not reason
         if reason:
             LOG.warning(f"{reason}; continuing without drafts")
@@ -127,27 +127,27 @@ class RequestDrafts:
             request.py_draft_tokens = []
         if not self._is_enabled:
             return
-        with self._session.guarded():
+        with self.session.guarded():
             running = [request for request in requests if not is_dummy(request)]
             texts = [(request.py_request_id, request.get_tokens(0)) for request in running]
             for request, (request_id, text) in zip(running, texts, strict=True):
-                if request_id not in self._session:
-                    self._session.start(request_id, text[: request.py_orig_prompt_len], options_of(request))
-            for request, draft in zip(running, self._session.draft(texts), strict=True):
+                if request_id not in self.session:
+                    self.session.start(request_id, text[: request.py_orig_prompt_len], options_of(request))
+            for request, draft in zip(running, self.session.draft(texts), strict=True):
                 request.py_draft_tokens = draft[:max_draft]
                 # The host pads the list itself, in place.
-                self._session.schedule({request.py_request_id: draft[:max_draft]})
+                self.session.schedule({request.py_request_id: draft[:max_draft]})
 
     def free(self, request: Any) -> None:
         """End a request, unless the host only paused it: it frees the resources of both."""
-        with self._session.guarded():
-            if request.is_finished and request.py_request_id in self._session:
+        with self.session.guarded():
+            if request.is_finished and request.py_request_id in self.session:
                 end = End.CANCELLED if request.is_finished_due_to_cancellation else End.FINISHED
-                self._session.finish(request.py_request_id, request.get_tokens(0), end)
+                self.session.finish(request.py_request_id, request.get_tokens(0), end)
 
     def close(self) -> None:
         """Close the session."""
-        self._session.close()
+        self.session.close()
 
 
 def options_of(request: Any) -> RequestOptions:
@@ -169,9 +169,8 @@ def reason_against() -> str:
     """Return why the host cannot have drafts, or ""."""
     from tensorrt_llm._utils import mpi_world_size
 
-    installed = version("tensorrt_llm")
-    if installed.rpartition(".")[0] not in TESTED:
-        return f"TensorRT-LLM {installed} was not tested, only {', '.join(TESTED)}"
+    if reason := untested("TensorRT-LLM", version("tensorrt_llm"), TESTED):
+        return reason
     if mpi_world_size() > 1:
         return "several ranks are not supported, because they could get different drafts"
     return ""

@@ -13,9 +13,9 @@ from urllib.request import Request, urlopen
 import pytest
 
 from drafter_service.client.identity import model_identity
-from drafter_service.plugins.llama_cpp import SsdDraftModel
-from drafter_service.plugins.llama_cpp.draft_model import LOG, TESTED, model_of
-from tests.drafter_service.plugins.equal_steps import use_equal_steps
+from drafter_service.plugins.llama_cpp import LOG, TESTED, SsdDraftModel, model_of
+from tests.drafter_service.plugins import signatures
+from tests.drafter_service.plugins.helpers import use_equal_steps
 from tests.servers import served
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; `make hosts` installs it")
@@ -105,8 +105,10 @@ def report(address):
     return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
-def test_the_host_is_a_tested_version():
+def test_the_host_is_a_tested_version_with_the_recorded_signatures():
     assert llama_cpp.__version__ in TESTED
+    recorded = signatures.load("llama_cpp")
+    assert signatures.record(recorded) == recorded
 
 
 def test_the_corpus_of_a_file_is_that_of_other_engines(llama, model_file):
@@ -154,8 +156,8 @@ def test_a_killed_sidecar_costs_drafts_only(llama, plain, address, log):
 
 
 def wait_for_connection(ssd):
-    ssd._session.open()
-    drafter = ssd._session._namespaces.find("", "").drafter
+    ssd.session.open()
+    drafter = ssd.session.namespaces.find("", "").drafter
     until = time.monotonic() + 30
     while drafter.lost is not None and time.monotonic() < until:
         time.sleep(0.05)

@@ -70,23 +70,6 @@ def test_outputs_are_identical_and_both_sides_count_alike(plain, folder, scenari
     assert namespace["drafting"]["accepted"] >= counters["accepted"]
 
 
-def test_aborted_requests_leave_the_others_alone(plain, folder):
-    result = run("aborts", folder)
-    for at, (output, wanted) in enumerate(zip(result["outputs"], plain["outputs"], strict=True)):
-        assert output == (None if at % 3 == 0 else wanted)
-    assert (result["running"], result["failures"]) == (0, 0)
-
-
-def test_chunked_prefill_prefix_caching_and_preemption(plain, folder):
-    result = run("small_cache", folder)
-    assert result["outputs"] == [plain["outputs"]] * 2
-    assert result["repeated"] == [plain["outputs"][:5]] * 2
-    assert result["preemptions"] > 0
-    assert result["cached"] > 0
-    assert result["counters"]["accepted"] > 0
-    assert result["counters"]["failures"] == 0
-
-
 def test_what_a_trainer_does_between_and_within_rollouts(folder):
     """The prefix cache is reset while requests run, the engine sleeps, and gets other weights, and the first again."""
     expected, result = run("changed_weights", folder), run("training", folder)
@@ -122,14 +105,6 @@ def says_lost_and_resumed(log):
     """Return whether each loss was logged once, and its end once. On a slow machine there may be several."""
     pairs = list(zip(log[::2], log[1::2], strict=True))
     return bool(pairs) and all("no connection" in lost and "drafting resumes" in resumed for lost, resumed in pairs)
-
-
-def test_a_killed_sidecar_costs_drafts_only(plain, folder):
-    result = run("lost_sidecar", folder)
-    assert result["outputs"] == [plain["outputs"]] * 2
-    assert result["late_twice"] == 0
-    assert result["accepted_after"] > 0
-    assert says_lost_and_resumed(result["log"])
 
 
 def test_a_sidecar_may_be_started_later(plain, folder):

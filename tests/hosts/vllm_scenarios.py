@@ -7,7 +7,6 @@ writes the results of a scenario to a file, as JSON.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -93,22 +92,11 @@ def counters(llm):
 
 
 def session_of(llm):
-    return llm.llm_engine.engine_core.engine_core.scheduler._session
-
-
-@contextmanager
-def replaced_draft(draft):
-    """Replace `HostSession.draft` by a function of it and its arguments."""
-    # vLLM for CPUs fails to start if numba was imported before.
-    from drafter_service.plugins.session import HostSession
-
-    drafted = HostSession.draft
-    with mock.patch.object(HostSession, "draft", lambda *arguments: draft(drafted, *arguments)):
-        yield
+    return llm.llm_engine.engine_core.engine_core.scheduler.ssd_session
 
 
 def wait_for_connection(llm):
-    drafter = session_of(llm)._namespaces.find("", "").drafter
+    drafter = session_of(llm).namespaces.find("", "").drafter
     until = time.monotonic() + 30
     while drafter.lost is not None and time.monotonic() < until:
         time.sleep(0.05)
@@ -146,46 +134,6 @@ def report(address):
     return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
-def aborts():
-    """Abort some requests of a batch while they run; return the outputs of the others."""
-    from vllm import SamplingParams
-
-    with socket() as address, sidecar(address), engine(8) as llm:
-        core = llm.llm_engine
-        for at, prompt in enumerate(prompts()):
-            core.add_request(str(at), prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
-        finished, steps = {}, 0
-        while core.has_unfinished_requests():
-            for output in core.step():
-                if output.finished:
-                    finished[output.request_id] = list(output.outputs[0].token_ids)
-            steps += 1
-            if steps == 4:
-                core.abort_request([str(at) for at in range(0, PROMPTS, 3)])
-        return {
-            "outputs": [finished.get(str(at)) for at in range(PROMPTS)],
-            "running": len(session_of(llm)._requests),
-            "failures": session_of(llm).counters.failures,
-        }
-
-
-def small_cache():
-    """Run a batch with chunked prefill, a prefix cache, and too few blocks, so that requests are preempted."""
-    options = {"max_model_len": 512, "block_size": 32, "num_gpu_blocks_override": 20}
-    options |= {"max_num_batched_tokens": 128, "max_num_seqs": 16}
-    with socket() as address, sidecar(address), engine(8, enable_prefix_caching=True, **options) as llm:
-        outputs = [tokens(generate(llm, prompts(), at_once=True)) for _ in range(2)]
-        repeated = tokens(generate(llm, [text for text in prompts()[:5] for _ in range(2)]))
-        counted = counters(llm)
-        return {
-            "outputs": outputs,
-            "repeated": [repeated[::2], repeated[1::2]],
-            "preemptions": counted["num_preemptions"],
-            "cached": counted["prefix_cache_hits"],
-            "counters": vars(session_of(llm).counters),
-        }
-
-
 def changed_weights():
     """Do without drafts what `training` does with them."""
     with engine(enable_prefix_caching=True) as llm, other_weights() as folder:
@@ -198,7 +146,7 @@ def training():
     with socket(rollouts=True) as address, sidecar(address), engine(8, **options) as llm, other_weights() as folder:
         outputs = trained(llm, folder)
         session = session_of(llm)
-        running = len(session._requests)
+        running = len(session)
         session.close()
         (namespace,) = report(address)["namespaces"]
         versions = {each["version"]: each["requests"] for each in namespace["by_version"]}
@@ -264,50 +212,26 @@ def long_drafts():
 
 def wrong_drafts():
     """Replace all drafts by other tokens of the vocabulary."""
+    # vLLM for CPUs fails to start if numba was imported before.
+    from drafter_service.plugins.session import HostSession
 
-    def draft_wrongly(drafted, session, *batch):
-        return [[(token + 1) % 4096 for token in draft] for draft in drafted(session, *batch)]
+    draft = HostSession.draft
 
-    with socket() as address, sidecar(address), engine(8) as llm, replaced_draft(draft_wrongly):
+    def draft_wrongly(session, *batch):
+        return [[(token + 1) % 4096 for token in tokens] for tokens in draft(session, *batch)]
+
+    with (
+        socket() as address,
+        sidecar(address),
+        engine(8) as llm,
+        mock.patch.object(HostSession, "draft", draft_wrongly),
+    ):
         outputs = tokens(generate(llm, prompts()))
         return {
             "outputs": [outputs],
             "verified": session_of(llm).counters.verified,
             "host_drafted": counters(llm)["spec_decode_num_draft_tokens"],
         }
-
-
-def lost_sidecar():
-    """Kill the sidecar in the middle of a batch, and start it again before the next."""
-    waits, to_kill = [], []
-
-    def timed(drafted, session, *batch):
-        began = time.perf_counter()
-        drafts = drafted(session, *batch)
-        waits.append(time.perf_counter() - began)
-        if len(waits) == 10:
-            to_kill[0].kill()
-        return drafts
-
-    with socket() as address:
-        outputs = []
-        first = sidecar(address)
-        to_kill.append(first.__enter__())
-        with engine(8) as llm, replaced_draft(timed):
-            outputs.append(tokens(generate(llm, prompts(), at_once=True)))
-            first.__exit__(None, None, None)
-            with sidecar(address):
-                wait_for_connection(llm)
-                before = session_of(llm).counters.accepted
-                outputs.append(tokens(generate(llm, prompts(), at_once=True)))
-                accepted = session_of(llm).counters.accepted - before
-                session_of(llm).close()
-    late = [wait > 0.8 * DEADLINE_S for wait in waits]
-    return {
-        "outputs": outputs,
-        "accepted_after": accepted,
-        "late_twice": sum(one and other for one, other in itertools.pairwise(late)),
-    }
 
 
 def no_sidecar():
@@ -346,13 +270,10 @@ SCENARIOS = {
         plain,
         drafts,
         drafts_of_a_replica,
-        aborts,
-        small_cache,
         changed_weights,
         training,
         long_drafts,
         wrong_drafts,
-        lost_sidecar,
         no_sidecar,
         no_speculation,
         other_tokenizer,

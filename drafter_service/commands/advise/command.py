@@ -73,8 +73,7 @@ def advise(
     import tempfile
 
     from drafter_service.ingest.files import list_files
-    from drafter_service.ingest.reading import Reading
-    from drafter_service.ingest.vocabulary import Vocabulary
+    from drafter_service.ingest.reading import Reading, Vocabulary
     from ssd.budget.cost_profile import CostProfile
     from ssd.budget.roofline import roofline
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from drafter_service.plugins.llama_cpp.draft_model import SsdDraftModel
+from drafter_service.plugins.llama_cpp import SsdDraftModel
 
 
 def main() -> None:

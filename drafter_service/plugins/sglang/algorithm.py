@@ -46,14 +46,13 @@ def make_worker_class(server_args: Any) -> type:  # noqa: ARG001
 
 def check_server_args(server_args: Any) -> None:
     """Raise ValueError, before the model is loaded, for a version or arguments of the host that are not supported."""
+    from drafter_service.plugins.log import untested
     from drafter_service.plugins.settings import read_settings
     from ssd.config import MAX_DRAFT
     from ssd.errors import UserError
 
-    installed = version("sglang")
     nodes = server_args.speculative_num_draft_tokens
     reasons = {
-        f"SGLang {installed} was not tested, only {', '.join(TESTED)}": installed not in TESTED,
         f"--speculative-num-draft-tokens must be 2 to {MAX_DRAFT + 1}, not {nodes}": (
             nodes is not None and not 2 <= nodes <= MAX_DRAFT + 1
         ),
@@ -64,7 +63,8 @@ def check_server_args(server_args: Any) -> None:
             server_args.speculative_ngram_external_corpus_path is not None
         ),
     }
-    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    reason = untested("SGLang", version("sglang"), TESTED)
+    reason = reason or next((reason for reason, applies in reasons.items() if applies), "")
     try:
         read_settings({})
     except UserError as problem:

@@ -5,7 +5,7 @@
     with ssd.enabled():  # for code that calls `generate` itself
         model.generate(**inputs)
 
-One sequence is decoded by the host's assisted decoding (`one_sequence.py`), whose methods have private names, so only
+One sequence is decoded by the host's assisted decoding (`generate.py`), whose methods have private names, so only
 versions that were tested are used. It does not support batches; `batch.py` decodes them with public methods. What
 neither supports is decoded by the host as without this package, and one line in the host's log gives the reason
 (`support.py`). transformers and torch, which belong to the caller, are imported inside functions.

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drafter_service.plugins.draft import common_length
 from drafter_service.plugins.options import End, RequestOptions
-from drafter_service.plugins.session import HostSession, common_length
+from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.step_clock import StepClock
-from drafter_service.plugins.transformers.row_cache import RowCache
-from drafter_service.plugins.transformers.stops import Stops
-from drafter_service.plugins.transformers.support import WHOLE_BATCH_PROCESSORS
+from drafter_service.plugins.transformers.support import ROW_CRITERIA, WHOLE_BATCH_PROCESSORS
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class BatchDecoder:
     def __init__(self, session: HostSession, model: Any, input_ids: Any, arguments: dict[str, Any]) -> None:
         """input_ids: int64 [B, P], left padded. arguments: those of the host's decoding methods."""
         config = arguments["generation_config"]
-        self._session, self._clock = session, StepClock(session)
+        self.session, self._clock = session, StepClock(session)
         self._model, self._config = model, config
         self._processors = arguments["logits_processor"]
         self._needs_all_rows = any(type(each).__name__ in WHOLE_BATCH_PROCESSORS for each in self._processors)
@@ -77,7 +76,7 @@ class BatchDecoder:
                 running = self._step(running)
         except BaseException:
             for row in rows:
-                self._session.finish(row.request_id, end=End.CANCELLED)
+                self.session.finish(row.request_id, end=End.CANCELLED)
             raise
         sequences = self._text[:, : max(row.length for row in rows)]
         if not self._config.return_dict_in_generate:
@@ -93,7 +92,7 @@ class BatchDecoder:
         rows = []
         for index, ids in enumerate(self._ids.tolist()):
             rows.append(Row(index, request_ids[index], ids[padding[index] :], padding[index], positions[index]))
-            self._session.start(request_ids[index], rows[index].text, options[index])
+            self.session.start(request_ids[index], rows[index].text, options[index])
         return rows
 
     def _step(self, rows: list[Row]) -> list[Row]:
@@ -126,8 +125,8 @@ class BatchDecoder:
         self._clock.end()
         width = self._ids.shape[1]
         texts = [(row.request_id, row.text) for row in rows]
-        drafts = self._session.draft(texts, prompt_tokens=len(rows) * (width - 1))
-        self._session.schedule({row.request_id: draft for row, draft in zip(rows, drafts, strict=True)})
+        drafts = self.session.draft(texts, prompt_tokens=len(rows) * (width - 1))
+        self.session.schedule({row.request_id: draft for row, draft in zip(rows, drafts, strict=True)})
         for row, draft in zip(rows, drafts, strict=True):
             self._write(row, draft)
         self._clock.begin(len(rows) * (width + max(map(len, drafts))), len(rows))
@@ -199,4 +198,93 @@ class BatchDecoder:
 
     def _finish(self, row: Row) -> None:
         self._text[row.index, row.length :] = self._pad
-        self._session.finish(row.request_id, row.text)
+        self.session.finish(row.request_id, row.text)
+
+
+MAX_HOLES = 0.125
+"""Slots beyond the longest row, relative to its length, above which the cache is compacted. With 1000 tokens per row,
+compacting takes a third of a step's time, and twice the slots take 1.7 times the time."""
+
+
+class RowCache:
+    """A rectangular KV cache. A mask hides the slots of rejected tokens and of padding.
+
+    The slots of a row are in the order of its text, so the host's causal mask over slots is right. Positions cannot be
+    derived from slots; each step must give them.
+    """
+
+    def __init__(self, cache: Any, rows: int) -> None:
+        """cache: the host's `DynamicCache`, empty. rows: number of rows of the batch."""
+        self._cache = cache
+        self._rows = rows
+        self._mask: Any = None
+        """int64 [B, S]: 1 where a slot has a token of its row."""
+        self._added = 0
+        """Number of slots of the last step."""
+
+    def extend(self, mask: Any) -> Any:
+        """Add the slots of a step. mask: int64 [B, T], 1 where they have a token. Return the mask of all slots."""
+        import torch
+
+        self._added = mask.shape[1]
+        self._mask = mask if self._mask is None else torch.cat((self._mask, mask), dim=1)
+        return self._mask
+
+    def keep(self, rows: Sequence[int], counts: Sequence[int], longest: int) -> None:
+        """Keep some rows, and for each the first slots of the last step.
+
+        rows: indices of rows, ascending. counts: number of slots of the last step to keep, for each of these rows.
+        longest: number of tokens of the longest of them.
+        """
+        if len(rows) < self._rows:
+            index = self._mask.new_tensor(rows)
+            self._cache.batch_select_indices(index)
+            self._mask, self._rows = self._mask[index], len(rows)
+        unused = self._added - max(counts)
+        if unused:
+            self._cache.crop(-unused)
+            self._mask = self._mask[:, :-unused]
+        slots = self._mask.shape[1]
+        for row, count in enumerate(counts):
+            self._mask[row, slots - max(counts) + count :] = 0
+        if slots > (1 + MAX_HOLES) * longest:
+            self._compact(longest)
+
+    def _compact(self, slots: int) -> None:
+        """Reduce the cache to a number of slots, in which the tokens of each row are at the end."""
+        order = self._mask.argsort(dim=1, stable=True)[:, -slots:]
+        self._mask = self._mask.gather(1, order)
+        rows = order.new_tensor(range(self._rows))[:, None]
+        for layer in self._cache.layers:
+            layer.keys = layer.keys.transpose(1, 2)[rows, order].transpose(1, 2)
+            layer.values = layer.values.transpose(1, 2)[rows, order].transpose(1, 2)
+
+
+class Stops:
+    """The stopping criteria of a batch."""
+
+    def __init__(self, criteria: Sequence[Any], max_length: int) -> None:
+        """criteria: those of `ROW_CRITERIA`. max_length: maximum length of a row, prompt and padding included."""
+        by_name: dict[str, list[Any]] = {name: [] for name in ROW_CRITERIA}
+        for each in criteria:
+            by_name[type(each).__name__].append(each)
+        self.end_tokens = [token for each in by_name["EosTokenCriteria"] for token in each.eos_token_id.tolist()]
+        self._max_length = max_length
+        self._strings = by_name["StopStringCriteria"]
+        self._times = by_name["MaxTimeCriteria"]
+
+    def cut(self, row: Any, length: int, tokens: list[int]) -> tuple[list[int], bool]:
+        """Return the tokens up to the first at which the row ends, and whether it ends.
+
+        row: int64 [1, N], of which `length` tokens are followed by `tokens`.
+        """
+        for count, token in enumerate(tokens, 1):
+            end = length + count
+            is_last = token in self.end_tokens or end >= self._max_length
+            if is_last or any(each(row[:, :end], None).item() for each in self._strings):
+                return tokens[:count], True
+        return tokens, False
+
+    def is_late(self, rows: Any) -> bool:
+        """Return whether the time for all rows is over; rows: int64 [B, N]."""
+        return any(each(rows, None)[0].item() for each in self._times)

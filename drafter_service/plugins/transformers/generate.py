@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from drafter_service.plugins.log import HostLog
-from drafter_service.plugins.options import HostLimits, RequestOptions
+from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import DraftCounters, HostSession
 from drafter_service.plugins.settings import host_settings
+from drafter_service.plugins.step_clock import StepClock
 from drafter_service.plugins.transformers.batch import BatchDecoder
-from drafter_service.plugins.transformers.one_sequence import decode_one
 from drafter_service.plugins.transformers.support import decoder_of, reason_against, unsupported_version
 from ssd.budget.padding import MAX_LENGTHS, Padding
 
@@ -45,7 +45,7 @@ class SsdGenerate:
         limits = HostLimits(max_draft, config.vocab_size, context_window, padding=padding_of(max_draft))
         name = model.config.name_or_path
         own = host_settings(settings, "transformers", name, config.vocab_size, LOG.warning, deadline_s=DEADLINE_S)
-        self._session = HostSession(own, limits, LOG.warning)
+        self.session = HostSession(own, limits, LOG.warning)
         self._request_ids = itertools.count()
         self._reported: set[str] = set()
         self._unsupported = unsupported_version(type(model))
@@ -53,7 +53,7 @@ class SsdGenerate:
     @property
     def counters(self) -> DraftCounters:
         """Totals of all calls so far."""
-        return self._session.counters
+        return self.session.counters
 
     def __call__(
         self,
@@ -125,7 +125,7 @@ class SsdGenerate:
 
     def close(self) -> None:
         """Close the connection, or the embedded drafter."""
-        self._session.close()
+        self.session.close()
 
     def __enter__(self) -> SsdGenerate:
         return self
@@ -138,8 +138,8 @@ class SsdGenerate:
     def _decode(self, model: Any, input_ids: Any, options: RequestOptions, arguments: dict[str, Any]) -> Any:
         """Decode with drafts; options: those of each row."""
         if len(input_ids) == 1:
-            return decode_one(self._session, next(self._request_ids), options, model, input_ids, arguments)
-        decoder = BatchDecoder(self._session, model, input_ids, arguments)
+            return decode_one(self.session, next(self._request_ids), options, model, input_ids, arguments)
+        decoder = BatchDecoder(self.session, model, input_ids, arguments)
         rows = range(len(input_ids))
         request_ids = [next(self._request_ids) for _ in rows]
         if options.session:  # Each row of a batch is a conversation of its own.
@@ -165,3 +165,78 @@ def streamer_of_caller() -> Any:
     """
     caller = sys._getframe(2)
     return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+
+
+def decode_one(
+    session: HostSession,
+    request_id: int,
+    options: RequestOptions,
+    model: Any,
+    input_ids: Any,
+    arguments: dict[str, Any],
+) -> Any:
+    """Run the host's assisted decoding, as one request of the session.
+
+    input_ids: int64 [1, P]. arguments: those of the host's decoding methods. Returns the same as these.
+    """
+    prompt = input_ids[0].tolist()
+    candidates = Candidates(session, request_id, prompt)
+    session.start(request_id, prompt, options)
+    try:
+        result = type(model)._assisted_decoding(WithCandidates(model, candidates), input_ids, **arguments)
+        text = getattr(result, "sequences", result)[0].tolist()
+    except BaseException:
+        session.finish(request_id, end=End.CANCELLED)
+        raise
+    session.finish(request_id, text)
+    return result
+
+
+class Candidates:
+    """The drafts of one call of `generate`; has the interface of the host's `CandidateGenerator`."""
+
+    requires_model_outputs = False
+
+    def __init__(self, session: HostSession, request_id: int, prompt: list[int]) -> None:
+        self.session = session
+        self._request_id = request_id
+        self._text = prompt.copy()
+        self._clock = StepClock(session)
+
+    def get_candidates(self, input_ids: Any, **_: Any) -> tuple[Any, None]:
+        """Return the text with a draft after it, int64 [1, N + K]; `input_ids`: int64 [1, N], the text."""
+        self._clock.end()
+        is_first = input_ids.shape[1] == len(self._text)
+        self._text += input_ids[0, len(self._text) :].tolist()
+        draft = self.session.draft([(self._request_id, self._text)])[0]
+        self.session.schedule({self._request_id: draft})
+        # The first step also runs the prompt.
+        self._clock.begin((len(self._text) if is_first else 1) + len(draft))
+        if not draft:
+            return input_ids, None
+        size = len(self._text)
+        candidates = input_ids.new_empty((1, size + len(draft)))
+        candidates[:, :size] = input_ids
+        candidates[0, size:] = input_ids.new_tensor(draft)
+        return candidates, None
+
+    def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
+        """Do nothing: the session compares the next text with the draft."""
+
+
+class WithCandidates:
+    """A model as its `_assisted_decoding` sees it, except that its candidates are given. The model does not change."""
+
+    def __init__(self, model: Any, candidates: Candidates) -> None:
+        self._model = model
+        self._candidates = candidates
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _get_candidate_generator(self, **_: Any) -> Candidates:
+        return self._candidates

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from drafter_service.plugins.transformers.stops import EXACT_CRITERIA, ROW_CRITERIA
+from drafter_service.plugins.log import untested
 
 TESTED = ("5.23", "5.24")
 """Versions of transformers, without the last number."""
@@ -63,15 +63,21 @@ ROW_PROCESSORS = (
 WHOLE_BATCH_PROCESSORS = ("RepetitionPenaltyLogitsProcessor",)
 """Those of `ROW_PROCESSORS` that know the padding of each row, so that they must be called with all rows."""
 
+EXACT_CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria")
+"""Criteria at which assisted decoding stops where plain decoding stops. It checks others once per step, not once per
+token, and would return more tokens than plain decoding."""
+
+ROW_CRITERIA = (*EXACT_CRITERIA, "StopStringCriteria")
+"""Criteria that `Stops` checks for each token of each row."""
+
 STATES = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 """Options of `generate` with which it returns more than sequences."""
 
 
 def unsupported_version(model_class: type) -> str:
     """Return why the installed transformers cannot be used, or ""."""
-    installed = version("transformers")
-    if installed.rpartition(".")[0] not in TESTED:
-        return f"transformers {installed} was not tested, only {', '.join(TESTED)}"
+    if reason := untested("transformers", version("transformers"), TESTED):
+        return reason
     missing = [name for name in PRIVATE_NAMES if not hasattr(model_class, name)]
     return f"{model_class.__name__} has no {', '.join(missing)}" if missing else ""
 

@@ -6,9 +6,17 @@ says whether it would get drafts. vLLM is imported when it loads one of the clas
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 __all__ = ["AsyncScheduler", "NullProposer", "Scheduler", "Worker"]
+
+MADE = {
+    "AsyncScheduler": ("scheduler", "async_scheduler_class"),
+    "Scheduler": ("scheduler", "scheduler_class"),
+    "Worker": ("worker", "worker_class"),
+}
+"""Module and function that make each class."""
 
 
 class NullProposer:
@@ -29,16 +37,7 @@ class NullProposer:
 
 def __getattr__(name: str) -> Any:
     """Make one of the classes when vLLM loads it."""
-    if name == "Scheduler":
-        from drafter_service.plugins.vllm.scheduler import scheduler_class
-
-        return scheduler_class()
-    if name == "AsyncScheduler":
-        from drafter_service.plugins.vllm import async_scheduler
-
-        return async_scheduler.scheduler_class()
-    if name == "Worker":
-        from drafter_service.plugins.vllm.worker import worker_class
-
-        return worker_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, function = MADE.get(name, ("", ""))
+    if not module:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), function)()

@@ -14,7 +14,7 @@ from typing import Any
 
 from drafter_service.client import DrafterClient
 from drafter_service.plugins.settings import EMBEDDED, PluginSettings
-from drafter_service.plugins.vllm.requests import settings_of
+from drafter_service.plugins.vllm.engine import settings_of
 from drafter_service.plugins.vllm.variants import Choice, Variant, check_version, choose
 from ssd.errors import UserError
 

@@ -1,16 +1,21 @@
-"""vLLM's synchronous scheduler with drafts of the sidecar. One process has it, whatever the parallelism."""
+"""vLLM's schedulers, of which one process has one, whatever the parallelism.
+
+The synchronous one has the drafts of the sidecar. The asynchronous one reports beginnings and ends of requests to the
+workers, of which one drafts.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from drafter_service.plugins.options import End, RequestOptions
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.vllm.engine_session import LOG, open_session, padding_of, variant_of
-from drafter_service.plugins.vllm.requests import OptionsReader, end_of
+from drafter_service.plugins.vllm.engine import LOG, OptionsReader, end_of, open_session, padding_of, variant_of
 from drafter_service.plugins.vllm.variants import Variant
 
 
@@ -32,7 +37,7 @@ class SchedulerWithDrafts:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError if the engine schedules asynchronously, which vLLM's synchronous scheduler cannot do."""
         super().__init__(*args, **kwargs)
-        self._session: HostSession | None = None
+        self.ssd_session: HostSession | None = None
         self._options = OptionsReader(LOG.warning)
         self._offered: dict[str, int] = {}
         """Number of draft tokens that each request was given for the next step."""
@@ -47,12 +52,12 @@ class SchedulerWithDrafts:
         self._ended: tuple[int, int] | None = None
         """Number of tokens and of sequences of the last step, after which the next one follows at once."""
         if variant_of(self.vllm_config) is not Variant.NONE:
-            self._session = open_session(self.vllm_config, padding_of(self.vllm_config.compilation_config))
+            self.ssd_session = open_session(self.vllm_config, padding_of(self.vllm_config.compilation_config))
             self._max_draft = self.vllm_config.speculative_config.num_speculative_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Give drafts to the running requests, and schedule a step."""
-        session = self._session
+        session = self.ssd_session
         if session is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         with session.guarded():
@@ -72,22 +77,22 @@ class SchedulerWithDrafts:
         """Process the output of a step."""
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self._in_flight -= 1
-        if self._session is not None and (self.running or self.waiting):
-            with self._session.guarded():
+        if self.ssd_session is not None and (self.running or self.waiting):
+            with self.ssd_session.guarded():
                 if tokens := scheduler_output.total_num_scheduled_tokens:
                     self._ended = tokens, len(scheduler_output.num_scheduled_tokens)
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Ignore the drafts of the workers, which have none."""
-        if self._session is None:
+        if self.ssd_session is None:
             super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """End a request."""
-        if self._session is not None:
-            with self._session.guarded():
-                self._session.finish(request.request_id, request.all_token_ids, end_of(request.status.name))
+        if self.ssd_session is not None:
+            with self.ssd_session.guarded():
+                self.ssd_session.finish(request.request_id, request.all_token_ids, end_of(request.status.name))
         self._is_admitting = True
         freed = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
         if not (self.running or self.waiting):
@@ -96,8 +101,8 @@ class SchedulerWithDrafts:
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Close the connection to the sidecar, and shut down."""
-        if self._session is not None:
-            self._session.close()
+        if self.ssd_session is not None:
+            self.ssd_session.close()
         super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
     def _offer_drafts(self, session: HostSession) -> None:
@@ -159,3 +164,58 @@ def scheduler_class() -> type:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return type("Scheduler", (SchedulerWithDrafts, Scheduler), {"__module__": "drafter_service.plugins.vllm"})
+
+
+REPORT = "ssd_report"
+"""Attribute of `SchedulerOutput` that has the `StepReport`."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Requests that begin with a step, and those that ended before it."""
+
+    started: dict[str, RequestOptions]
+    ended: dict[str, tuple[End, int]]
+    """How each request ended, and the length of its text, prompt included."""
+
+
+class SchedulerWithReports:
+    """The methods that are added to vLLM's asynchronous scheduler; `scheduler_class` combines the two."""
+
+    if TYPE_CHECKING:  # Attributes of vLLM's scheduler.
+        requests: dict[str, Any]
+        vllm_config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ValueError if the engine does not schedule asynchronously."""
+        super().__init__(*args, **kwargs)
+        self._is_drafting = variant_of(self.vllm_config) is not Variant.NONE
+        self._options = OptionsReader(LOG.warning)
+        self._ended: dict[str, tuple[End, int]] = {}
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step, and add a report to it."""
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self._is_drafting:
+            started = {}
+            for data in output.scheduled_new_reqs:
+                if (options := self._options.options_of(self.requests[data.req_id])) is not None:
+                    started[data.req_id] = options
+            setattr(output, REPORT, StepReport(started, self._ended))
+            self._ended = {}
+        return output
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """End a request."""
+        if self._is_drafting:
+            self._ended[request.request_id] = end_of(request.status.name), len(request.all_token_ids)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def async_scheduler_class() -> type:
+    """Return vLLM's asynchronous scheduler with reports."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    members = {"__module__": "drafter_service.plugins.vllm"}
+    return type("AsyncScheduler", (SchedulerWithReports, AsyncScheduler), members)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from drafter_service.plugins.log import untested
+
 OWN = "vLLM's own"
 PACKAGE = "drafter_service.plugins.vllm"
 SCHEDULER, ASYNC_SCHEDULER = f"{PACKAGE}.Scheduler", f"{PACKAGE}.AsyncScheduler"
@@ -82,26 +84,6 @@ SUPPORTED = {
 
 
 @dataclass(frozen=True)
-class HostFacts:
-    """Facts on which the choice depends, besides the version."""
-
-    scheduler: str
-    """Name of the scheduler's class; "" for vLLM's own."""
-    worker: str
-    """Name of the worker's class. vLLM replaces its default by that of the platform."""
-    method: str
-    """Method of the speculative configuration; "" without one."""
-    proposer: str
-    """Model of the speculative configuration; "" without one."""
-    is_asynchronous: bool
-    """Whether a step is scheduled before the outcome of the previous one is known."""
-    uses_v2_runner: bool
-    pipeline_stages: int
-    has_scheduler_per_rank: bool
-    """Whether each tensor-parallel rank has a scheduler of its own."""
-
-
-@dataclass(frozen=True)
 class Choice:
     """A variant and why."""
 
@@ -115,80 +97,59 @@ def choose(vllm_config: Any) -> Choice:
     """Return the variant of the installed version of vLLM with a `VllmConfig`."""
     from vllm import __version__
 
-    # Another version may lack what `facts_of` reads.
-    return check_version(__version__) or choose_variant(minor_version(__version__), facts_of(vllm_config))
+    # Another version may lack what `choose_variant` reads.
+    return check_version(__version__) or choose_variant(__version__.partition("+")[0].rpartition(".")[0], vllm_config)
 
 
 def check_version(version: str) -> Choice | None:
     """Return the choice for a version that was not tested; None for others."""
-    if minor_version(version) in SUPPORTED:
-        return None
-    return Choice(Variant.NONE, f"vLLM {version} was not tested, only {', '.join(SUPPORTED)}")
+    reason = untested("vLLM", version, tuple(SUPPORTED))
+    return Choice(Variant.NONE, reason) if reason else None
 
 
-def minor_version(version: str) -> str:
-    """Return a version without its last number, such as "0.33"."""
-    return version.partition("+")[0].rpartition(".")[0]
-
-
-def choose_variant(version: str, facts: HostFacts) -> Choice:
-    """Return the variant of a configuration. version: one of `SUPPORTED`."""
+def choose_variant(version: str, config: Any) -> Choice:
+    """Return the variant of a `VllmConfig`. version: one of `SUPPORTED`."""
+    parallel, is_asynchronous = config.parallel_config, bool(config.scheduler_config.async_scheduling)
     wanted = Variant.V1_SCHEDULER
-    if facts.uses_v2_runner:
-        wanted = Variant.V2_WORKER if facts.is_asynchronous else Variant.V2_SCHEDULER
-    if reason := reason_against(version, wanted, facts):
+    if config.use_v2_model_runner:
+        wanted = Variant.V2_WORKER if is_asynchronous else Variant.V2_SCHEDULER
+    if reason := reason_against(version, wanted, config):
         # A scheduler of the other kind than the engine counts tokens of steps in flight wrongly.
-        is_error = facts.scheduler == (SCHEDULER if facts.is_asynchronous else ASYNC_SCHEDULER)
-        return Choice(Variant.NONE, reason, is_error)
-    if facts.has_scheduler_per_rank and wanted is not Variant.V2_WORKER:
+        scheduler = class_name(config.scheduler_config.scheduler_cls)
+        return Choice(Variant.NONE, reason, scheduler == (SCHEDULER if is_asynchronous else ASYNC_SCHEDULER))
+    is_per_rank = parallel.distributed_executor_backend == "external_launcher" and parallel.tensor_parallel_size > 1
+    if is_per_rank and wanted is not Variant.V2_WORKER:
         return Choice(Variant.NONE, PER_RANK, is_error=True)
     return Choice(wanted, SETUPS[wanted].reason)
 
 
-def reason_against(version: str, wanted: Variant, facts: HostFacts) -> str:
-    """Return why a configuration does not get a variant's drafts; "" if it does."""
-    setup = SETUPS[wanted]
+def reason_against(version: str, wanted: Variant, config: Any) -> str:
+    """Return why a `VllmConfig` does not get a variant's drafts; "" if it does."""
+    setup, speculative = SETUPS[wanted], config.speculative_config
     advice = f"start vLLM with {SETUPS[wanted if wanted in SUPPORTED[version] else SUPPORTED[version][0]].flags}"
-    if facts.scheduler not in (SCHEDULER, ASYNC_SCHEDULER):
-        return f"the scheduler is {facts.scheduler or OWN}; {advice}"
-    if not facts.method:
+    scheduler = class_name(config.scheduler_config.scheduler_cls)
+    # vLLM replaces its default worker by that of the platform.
+    worker = class_name(config.parallel_config.worker_cls)
+    is_asynchronous = bool(config.scheduler_config.async_scheduling)
+    if scheduler not in (SCHEDULER, ASYNC_SCHEDULER):
+        return f"the scheduler is {scheduler or OWN}; {advice}"
+    if speculative is None:
         return f"there is no speculative decoding; {advice}"
-    if (facts.method, facts.proposer) != (setup.method, setup.model):
-        return f"speculative decoding is {facts.method} with {facts.proposer}; {advice}"
+    if (speculative.method, speculative.model) != (setup.method, setup.model):
+        return f"speculative decoding is {speculative.method} with {speculative.model}; {advice}"
     if wanted not in SUPPORTED[version]:
         return f"the V2 model runner of vLLM {version} was not tested; set VLLM_USE_V2_MODEL_RUNNER=0, and {advice}"
-    if facts.is_asynchronous and wanted is Variant.V1_SCHEDULER:
+    if is_asynchronous and wanted is Variant.V1_SCHEDULER:
         return "the V1 model runner needs the tokens of a step before the next is scheduled; add --no-async-scheduling"
-    if facts.scheduler != setup.scheduler:
+    if scheduler != setup.scheduler:
         other = Variant.V2_SCHEDULER if wanted is Variant.V2_WORKER else Variant.V2_WORKER
-        kind = "asynchronous" if facts.is_asynchronous else "synchronous"
+        kind = "asynchronous" if is_asynchronous else "synchronous"
         return f"the engine is {kind}, and its scheduler is not; {advice}, or with {SETUPS[other].flags}"
-    if setup.worker and facts.worker != setup.worker:
-        return f"the worker is {facts.worker}, whose V2 model runner takes no drafts from the plug-in; {advice}"
-    if facts.pipeline_stages > 1:
-        return "pipeline parallelism was not tested"
-    return ""
-
-
-def facts_of(vllm_config: Any) -> HostFacts:
-    """Return the facts of a `VllmConfig`."""
-    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
-    parallel = vllm_config.parallel_config
-    return HostFacts(
-        scheduler=class_name(scheduler.scheduler_cls),
-        worker=class_name(parallel.worker_cls),
-        method=getattr(speculative, "method", None) or "",
-        proposer=str(getattr(speculative, "model", None) or ""),
-        is_asynchronous=bool(scheduler.async_scheduling),
-        uses_v2_runner=bool(vllm_config.use_v2_model_runner),
-        pipeline_stages=parallel.pipeline_parallel_size,
-        has_scheduler_per_rank=parallel.distributed_executor_backend == "external_launcher"
-        and parallel.tensor_parallel_size > 1,
-    )
+    if setup.worker and worker != setup.worker:
+        return f"the worker is {worker}, whose V2 model runner takes no drafts from the plug-in; {advice}"
+    return "pipeline parallelism was not tested" if config.parallel_config.pipeline_parallel_size > 1 else ""
 
 
 def class_name(given: str | type | None) -> str:
     """Return the full name of a class that may be given by its name; "" for None."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    return f"{given.__module__}.{given.__qualname__}"
+    return f"{given.__module__}.{given.__qualname__}" if isinstance(given, type) else given or ""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drafter_service.ingest.vocabulary import Vocabulary
+from drafter_service.ingest.reading import Vocabulary
 from tests.drafter_service.ingest.loads import model_folder
 
 

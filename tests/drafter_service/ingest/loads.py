@@ -14,9 +14,8 @@ from drafter_service.ingest.containers import BINARY, EMPTY, NO_RECORDS, NOT_TEX
 from drafter_service.ingest.documents import Totals
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.json_text import JSON_CUT, NOT_JSON, NOT_UTF8
-from drafter_service.ingest.reading import PREFIX_TOKENS, Reading, encode
+from drafter_service.ingest.reading import PREFIX_TOKENS, Reading, Vocabulary, encode
 from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
-from drafter_service.ingest.vocabulary import Vocabulary
 
 RECORDS = [{"prompt_token_ids": list(range(100)), "token_ids": [7, index]} for index in range(50)]
 LEARNED = [[*range(100 - PREFIX_TOKENS, 100), 7, index] for index in range(50)]

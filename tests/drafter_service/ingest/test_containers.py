@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from drafter_service.ingest import containers, tables, token_files
-from drafter_service.ingest.answers import Found
+from drafter_service.ingest import containers, token_files
 from drafter_service.ingest.containers import (
     BINARY,
     CHAT_LOG,
@@ -27,6 +26,7 @@ from drafter_service.ingest.containers import (
     NOT_TEXT,
     NOTEBOOK,
     ONE_SIDE,
+    VLLM_LOG,
     YAML,
     kind_of,
 )
@@ -35,7 +35,6 @@ from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
 from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8
 from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import PREFIX_TOKENS, Reading
-from drafter_service.ingest.sessions import Read
 from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -148,21 +147,19 @@ def test_a_parquet_file_in_a_pipe_is_refused(tmp_path):
     assert (documents, counts_of(reading.faults)) == ({}, {NOT_SEEKABLE: 1})
 
 
-@pytest.mark.parametrize("name", ["conversation", "other"])
-def test_columns_that_no_format_names_are_read_if_they_are_needed(tmp_path, monkeypatch, name):
-    def read(records, fields):
-        for record in records:
-            yield Read(record, "f", [tables_found("x")] if name in record.value else [], [])
+@pytest.mark.parametrize(("name", "columns"), [("messages", ["id", "messages"]), ("other", ["id", "large", "other"])])
+def test_columns_that_no_format_names_are_read_if_they_are_needed(tmp_path, monkeypatch, name, columns):
+    read, iter_batches = [], pq.ParquetFile.iter_batches
 
-    def tables_found(output):
-        return Found(output, None, None)
+    def recorded(self, *args, columns=None, **kwargs):
+        read.append(columns)
+        return iter_batches(self, *args, columns=columns, **kwargs)
 
-    monkeypatch.setattr(tables, "read_records", read)
-    monkeypatch.setattr(tables, "FIELDS", frozenset(("id", "conversation")))
-    rows = [{"id": index, name: "a", "large": "b"} for index in range(3)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    columns = tables._needed(pq.ParquetFile(tmp_path / "a.parquet"), ())
-    assert columns == (["id", "conversation"] if name == "conversation" else ["id", "other", "large"])
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", recorded)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    pq.write_table(pa.Table.from_pylist([{"id": 1, "large": "c", name: chat}] * 3), tmp_path / "a.parquet")
+    assert outputs_in(tmp_path / "a.parquet") == (["b"] * 3, {})
+    assert read[-1] == columns
 
 
 def test_requests_of_batches_are_joined_with_their_responses(tmp_path, vocabulary):
@@ -415,6 +412,7 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "iso.md": (b"### USER (2025-10-27T10:01:00Z)\n\nWhy?\n\n### ASSISTANT (2025-10-27)\n\nSo.\n", CHAT_LOG),
         "charla.md": ("### Mensaje 1 — Usuario\nHola\n\n### Mensaje 2 — Asistente\nHola\n".encode(), CHAT_LOG),
         "log.txt": (b"2025-10-27 10:01:00 User: Why?\n2025-10-27 10:02:00 Agent: So.\n", CHAT_LOG),
+        "vllm.txt": (b"INFO 11-22 10:00:00 [logger.py:42] Received request cmpl-1-0: prompt: 'a'\n" * 3, VLLM_LOG),
         "parameters.md": (b"- `user`: an id\n- `model` (such as gpt-4.1)\n- 3 users - model\n", "text"),
     }
     for name, (content, expected) in contents.items():
@@ -497,11 +495,3 @@ def test_archives_are_read_member_by_member(tmp_path):
     np.savez(tmp_path / "a.npz", tokens=np.arange(10))
     (tmp_path / "a.npz").rename(tmp_path / "a.jsonl")
     assert list(documents_in(tmp_path / "a.jsonl")[0].values()) == [list(range(10))]
-
-
-def test_logs_of_vllm_are_not_learned_as_prose(tmp_path, vocabulary):
-    line = "INFO 11-22 10:00:00 [logger.py:42] Received request cmpl-1-0: prompt: 'a'\n"
-    (tmp_path / "vllm.log").write_text(line * 3)
-    documents, reading = documents_in(tmp_path / "vllm.log", reading=Reading(vocabulary))
-    assert documents == {}
-    assert "no outputs" in next(iter(reading.faults.by_reason))

@@ -14,13 +14,11 @@ from drafter_service.ingest.json_text import JSON_CUT, JSON_TOO_LONG, NOT_JSON, 
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.sessions import Unread
 from tests.drafter_service.ingest.loads import (
-    LEARNED,
     RECORDS,
     REFUSED,
     documents_in,
     outputs_in,
     small,
-    write_jsonl,
 )
 
 ONE, TWO = {"completion": "one"}, {"completion": "two", "rest": {"a": [1, {"completion": "no"}], "b": '[{\\"'}}
@@ -28,20 +26,6 @@ CHAT = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "on
 PRETTY = json.dumps(TWO, indent=2)
 LINE = json.dumps(ONE)
 CHUNK = '{"object": "chat.completion.chunk", "choices": [{"delta": {"content": "%s"}}]}'
-
-
-def test_json_lines(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
-    documents, reading = documents_in(path, reading=small())
-    assert list(documents) == [f"{path}:{line}" for line in range(1, 51)]
-    assert list(documents.values()) == LEARNED
-    assert reading.faults.count == 0
-
-
-def test_whole_prompts(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
-    documents, _ = documents_in(path, reading=Reading(whole_prompts=True))
-    assert list(documents.values()) == [[*range(100), 7, index] for index in range(50)]
 
 
 def test_bad_lines_are_counted_with_places_but_without_content(tmp_path):
@@ -71,14 +55,6 @@ def test_very_long_lines_are_skipped_without_keeping_them_in_memory(tmp_path, mo
     assert reading.faults.by_reason[JSON_TOO_LONG].places == [f"{path}:2"]
 
 
-def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(map(orjson.dumps, RECORDS)))
-    documents, reading = documents_in(path, reading=small())
-    assert list(documents.values()) == LEARNED
-    assert reading.faults.count == 0
-
-
 @pytest.mark.parametrize("suffix", [".json", ".log", ".txt", ".jsonl", ""])
 @pytest.mark.parametrize(
     ("content", "outputs"),
@@ -96,6 +72,7 @@ def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
         (LINE, ["one"]),
         (LINE * 3, ["one"] * 3),
         (f"{LINE},\n{LINE},\n", ["one", "one"]),
+        (f"{LINE}\r\n{LINE}", ["one", "one"]),
         (f"\n\n# a comment\n{LINE}\n\n{LINE}", ["one", "one"]),
         (f"# header\n{PRETTY}", ["two"]),
         ('{"completion": "one", "p": NaN}\n{"completion": "two", "p": -Infinity}', ["one", "two"]),

@@ -138,7 +138,7 @@ def test_some_text_among_token_ids_is_only_counted(tmp_path):
 
 
 def test_messages_refused_by_the_chat_template_are_counted(tmp_path):
-    from drafter_service.ingest.vocabulary import Vocabulary
+    from drafter_service.ingest.reading import Vocabulary
 
     vocabulary = Vocabulary(model_folder(tmp_path / "m", "{{ raise_exception('secret ' + messages[0].content) }}"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "def f"}]

@@ -8,7 +8,7 @@ import pytest
 from drafter_service.client import tokenizer as tokenizer_module
 from drafter_service.ingest.chats import Chat
 from drafter_service.ingest.documents import RecordError
-from drafter_service.ingest.vocabulary import REFUSED, ChatFormatter, Vocabulary
+from drafter_service.ingest.reading import REFUSED, ChatFormatter, Vocabulary
 from ssd.errors import UserError
 from tests.drafter_service.ingest.loads import MODEL, TEMPLATE, model_folder
 

@@ -105,20 +105,18 @@ class SimulatedHost:
     """Runs requests with the drafts of a session, as a serving engine does."""
 
     def __init__(self, open_drafter=RecordingDrafter, settings: PluginSettings | None = None):
+        """open_drafter: None for the drafters that the settings name."""
         self.reports: list[str] = []
-        self.session = HostSession(settings or PluginSettings(sidecar="embedded"), LIMITS, self.reports.append)
         self.drafters: dict[tuple[str, str], object] = {}
-        if settings is None:
-            self.session._namespaces._drafter = self._record(open_drafter)
+        self.session = HostSession(
+            settings or PluginSettings(sidecar="embedded"),
+            LIMITS,
+            self.reports.append,
+            None if open_drafter is None else lambda *key: self.drafters.setdefault(key, open_drafter()),
+        )
         self.requests: dict[str, HostRequest] = {}
         self.finished: list[HostRequest] = []
         """Finished requests that may be learned."""
-
-    def _record(self, open_drafter):
-        def open_namespace(adapter, salt):
-            return self.drafters.setdefault((adapter, salt), open_drafter())
-
-        return open_namespace
 
     def add(self, name, prompt, options, seed=0):
         self.requests[name] = HostRequest(list(prompt), options, seed)

@@ -1,129 +1,70 @@
-"""The plug-in for llama-cpp-python, with the host's own `Llama.generate` where its Python files are importable.
+"""The plug-in for llama-cpp-python over a twin of the host's loop, with modules that are made of recorded signatures.
 
-Everywhere else a twin of it runs, with modules that are made of recorded signatures.
-
-The host's C library is not needed: a small target in Python takes its place.
+`tests/hosts/test_llama_cpp.py` runs it in the host.
 """
-
-import ctypes
-import importlib
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from drafter_service.client.identity import model_identity
-from drafter_service.plugins.llama_cpp import SsdDraftModel
-from drafter_service.plugins.llama_cpp.draft_model import LOG, TESTED, model_of
+from drafter_service.plugins.llama_cpp import LOG, TESTED, SsdDraftModel, model_of
 from tests.drafter_service.plugins import signatures
-from tests.drafter_service.plugins.equal_steps import use_equal_steps
+from tests.drafter_service.plugins.helpers import corpus_of, plain, target, use_equal_steps
 
 VOCAB_SIZE = 50
 CONTEXT = 80
 PROMPTS = [[1, 2, 3], [4, 5, 6, 1, 2, 3, 4, 5, 6], [2, 2]]
 
 
-def target(text):
-    """Return the target's next token: a loop with a turn here and there."""
-    return int(text[-1] * 3 + text[-2] + (len(text) % 11 == 0)) % 7
+class TwinLlama:
+    """The host's loop over steps, with the calls of its draft model in the same places, around the target."""
 
+    model, model_path, draft_model, steps, _logits_all = None, "/models/tiny.gguf", None, 0, True
 
-class TwinGenerate:
-    """The host's loop over steps, with the calls of its draft model in the same places."""
+    def __init__(self):
+        self.input_ids = np.zeros(CONTEXT, np.intc)
 
-    def generate(self, tokens, **_):
+    def n_vocab(self):
+        return VOCAB_SIZE
+
+    def n_ctx(self):
+        return CONTEXT
+
+    def generate(self, tokens):
         tokens = list(tokens)
-        self.n_tokens, sample_at = 0, len(tokens) - 1
+        size, sample_at = 0, len(tokens) - 1
         while True:
-            self.eval(tokens)
-            while sample_at < self.n_tokens:
-                token = self.sample(idx=sample_at)
+            assert size + len(tokens) <= CONTEXT
+            assert all(0 <= token < VOCAB_SIZE for token in tokens)
+            self.steps += 1
+            self.input_ids[size : size + len(tokens)] = tokens
+            size += len(tokens)
+            while sample_at < size:
+                token = target(self.input_ids[: sample_at + 1])
                 sample_at += 1
                 yield token
                 tokens = [token]
-                if sample_at < self.n_tokens and token != self.input_ids[sample_at]:
-                    self.n_tokens = sample_at
+                if sample_at < size and token != self.input_ids[sample_at]:
+                    size = sample_at
                     break
-            if self.draft_model is not None:
-                self.input_ids[self.n_tokens] = tokens[0]
-                draft = self.draft_model(self.input_ids[: self.n_tokens + 1])
-                tokens.extend(draft.astype(int)[: CONTEXT - self.n_tokens - 1])
+            self.input_ids[size] = tokens[0]
+            tokens.extend(self.draft_model(self.input_ids[: size + 1]).astype(int)[: CONTEXT - size - 1])
 
 
-def real_llama(monkeypatch):
-    """Import the host with a replacement of its C library; skip the test where the host is missing."""
-    if find_spec("llama_cpp") is None:
-        pytest.skip("llama-cpp-python is not installed; make hosts installs it")
-
-    for name in [name for name in sys.modules if name.split(".")[0] == "llama_cpp"]:
-        monkeypatch.delitem(sys.modules, name)
-    with monkeypatch.context() as during_import:
-        during_import.setattr(Path, "exists", lambda _: True)
-        during_import.setattr(ctypes, "CDLL", lambda *_, **__: MagicMock())
-        try:
-            return importlib.import_module("llama_cpp").Llama
-        except ImportError as problem:
-            pytest.skip(f"llama-cpp-python cannot be imported here: {problem}")
-
-
-@pytest.fixture(params=["recorded", "installed"])
-def llama(request, monkeypatch):
+@pytest.fixture
+def llama(monkeypatch):
     """Return a `Llama` that runs the target."""
-    if request.param == "installed":
-        base = real_llama(monkeypatch)
-    else:
-        base = TwinGenerate
-        signatures.stand_in(signatures.load("llama_cpp"), monkeypatch)
-        monkeypatch.setattr("llama_cpp.__version__", TESTED[0], raising=False)
-        monkeypatch.setattr("llama_cpp.llama_speculative.LlamaDraftModel.register", lambda _: None, raising=False)
-
-    vocabulary = {
+    signatures.stand_in(signatures.load("llama_cpp"), monkeypatch)
+    for name, value in {
+        "__version__": TESTED[0],
+        "llama_speculative.LlamaDraftModel.register": lambda _: None,
         "LLAMA_VOCAB_TYPE_NONE": 0,
         "llama_model_get_vocab": lambda model: model,
         "llama_vocab_type": lambda _: 2,
         "llama_vocab_get_text": lambda _, token: b"%d" % token,
-    }
-    for name, value in vocabulary.items():
+    }.items():
         monkeypatch.setattr(f"llama_cpp.{name}", value, raising=False)
-
-    class Model(base):
-        model = None
-
-        def __init__(self):
-            self.model_path, self._logits_all, self.verbose = "/models/tiny.gguf", True, False
-            self.n_tokens, self._n_ctx, self._requires_eval = 0, CONTEXT, True
-            self.input_ids = np.zeros(CONTEXT, np.intc)
-            self.draft_model, self.steps = None, 0
-            self._is_recurrent = self._is_hybrid = False
-            self._ctx = SimpleNamespace(kv_cache_seq_rm=lambda *_: True)
-
-        def n_vocab(self):
-            return VOCAB_SIZE
-
-        def n_ctx(self):
-            return CONTEXT
-
-        def close(self):
-            pass
-
-        def _init_sampler(self, **_):
-            pass
-
-        def eval(self, tokens):
-            assert self.n_tokens + len(tokens) <= CONTEXT
-            assert all(0 <= token < VOCAB_SIZE for token in tokens)
-            self.steps += 1
-            self.input_ids[self.n_tokens : self.n_tokens + len(tokens)] = tokens
-            self.n_tokens += len(tokens)
-
-        def sample(self, *, idx, **_):
-            return target(self.input_ids[: idx + 1])
-
-    return Model()
+    return TwinLlama()
 
 
 @pytest.fixture
@@ -145,26 +86,6 @@ def generated(llama, prompt, tokens=30):
     return [token for token, _ in zip(llama.generate(prompt), range(tokens), strict=False)]
 
 
-def plain(prompt, tokens=30):
-    text = list(prompt)
-    for _ in range(tokens):
-        text.append(target(text))
-    return text[len(prompt) :]
-
-
-def corpus_of(ssd):
-    corpus = ssd._session._namespaces.find("", "").drafter.corpus
-    corpus.refresh()
-    return corpus
-
-
-def test_the_installed_host_is_a_tested_version_with_the_recorded_signatures(monkeypatch):
-    real_llama(monkeypatch)
-    recorded = signatures.load("llama_cpp")
-    assert signatures.record(recorded) == recorded
-    assert sys.modules["llama_cpp"].__version__ in TESTED
-
-
 def test_the_plug_in_has_the_signature_of_the_host():
     recorded = signatures.load("llama_cpp")["llama_cpp.llama_speculative"]["LlamaDraftModel"]["__call__"]
     assert signatures.signature_text(SsdDraftModel.__call__).replace("_)", "kwargs)") == recorded
@@ -176,15 +97,15 @@ def test_outputs_are_those_without_drafts(llama, ssd):
         before = llama.steps
         assert [generated(llama, prompt) for prompt in PROMPTS] == [plain(prompt) for prompt in PROMPTS]
         steps.append(llama.steps - before)
-        corpus_of(ssd)
+        corpus_of(ssd.session)
     assert steps[1] < steps[0] < 30 * len(PROMPTS)
 
 
 def test_a_request_is_one_sequence_and_the_next_one_ends_it(llama, ssd, monkeypatch):
     started, finished = [], []
-    start, finish = ssd._session.start, ssd._session.finish
-    monkeypatch.setattr(ssd._session, "start", lambda *told: (started.append(list(told[1])), start(*told)))
-    monkeypatch.setattr(ssd._session, "finish", lambda *told: (finished.append(list(told[1])), finish(*told)))
+    start, finish = ssd.session.start, ssd.session.finish
+    monkeypatch.setattr(ssd.session, "start", lambda *told: (started.append(list(told[1])), start(*told)))
+    monkeypatch.setattr(ssd.session, "finish", lambda *told: (finished.append(list(told[1])), finish(*told)))
     texts = [prompt + generated(llama, prompt) for prompt in [*PROMPTS, PROMPTS[-1]]]
     ssd.close()
     assert [text[: len(begun)] for begun, text in zip(started, texts, strict=True)] == started
@@ -195,16 +116,15 @@ def test_a_request_is_one_sequence_and_the_next_one_ends_it(llama, ssd, monkeypa
 
 def test_the_next_turn_of_a_conversation_is_a_new_request(llama, ssd):
     turn = PROMPTS[0] + generated(llama, PROMPTS[0])
-    number = ssd._request_id
     assert generated(llama, [*turn, 20, 21]) == plain([*turn, 20, 21])
-    assert ssd._request_id == number + 1
+    assert (corpus_of(ssd.session).requests, len(ssd.session)) == (1, 1)
 
 
 def test_drafts_end_with_the_context_window(llama, ssd):
     tokens = CONTEXT - len(PROMPTS[0]) - 1
     for _ in range(2):
         assert generated(llama, PROMPTS[0], tokens) == plain(PROMPTS[0], tokens)
-        corpus_of(ssd)
+        corpus_of(ssd.session)
 
 
 def test_drafts_are_arrays_of_the_hosts_type(llama, ssd):
@@ -221,13 +141,6 @@ def test_an_untested_version_has_no_drafts(llama, log, monkeypatch):
         assert generated(llama, PROMPTS[0]) == plain(PROMPTS[0])
         assert ssd.counters.steps == 0
     assert log.messages == ["ssd-drafter: llama-cpp-python 0.1 was not tested, only 0.3.36; continuing without drafts"]
-
-
-def test_a_missing_sidecar_costs_drafts(llama, log):
-    with SsdDraftModel(llama, sidecar="unix:/nonexistent/drafter.sock") as ssd:
-        llama.draft_model = ssd
-        assert generated(llama, PROMPTS[0]) == plain(PROMPTS[0])
-        assert ssd.counters.drafted == ssd.counters.failures == 0
 
 
 def test_models_are_told_apart_by_their_vocabularies(llama, tmp_path, monkeypatch, log):

@@ -58,8 +58,12 @@ def drafters(clock):
 @pytest.fixture
 def session(clock, drafters):
     reports = []
-    session = HostSession(PluginSettings(sidecar="embedded"), HostLimits(8, 50), reports.append)
-    session._namespaces._drafter = lambda adapter, salt: drafters.setdefault(salt, Drafter(clock))
+    session = HostSession(
+        PluginSettings(),
+        HostLimits(8, 50),
+        reports.append,
+        lambda _, salt: drafters.setdefault(salt, Drafter(clock)),
+    )
     yield session
     session.close()
     assert not reports
@@ -127,7 +131,7 @@ def test_clocks_that_jump_do_no_harm(seconds):
     session.record_step(1, 1, seconds)
     [after] = session.draft([("a", [*LOOP, before[0]])])
     assert after[:3] == before[1:4]
-    [budget] = [each.drafter.budget for each in session._namespaces._open.values()]
+    [budget] = [each.drafter.budget for each in session.namespaces.opened.values()]
     assert budget.totals.ignored == 1
     session.close()
     assert not reports

@@ -3,7 +3,6 @@
 The host's package contains CUDA libraries that its Python modules import, so none of it runs here.
 """
 
-import logging
 import pickle
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 
 from drafter_service.plugins import tensorrt_llm as plugin
 from tests.drafter_service.plugins import signatures
+from tests.drafter_service.plugins.helpers import corpus_of, lines_of, plain, verified
 
 MAX_DRAFT = 4
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
@@ -62,12 +62,8 @@ def drafter(drafter_class):
 
 @pytest.fixture
 def log():
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    plugin.LOG.logger.addHandler(handler)
-    yield lines
-    plugin.LOG.logger.removeHandler(handler)
+    with lines_of(plugin.LOG) as lines:
+        yield lines
 
 
 def prepare(drafter, *requests):
@@ -77,11 +73,7 @@ def prepare(drafter, *requests):
 
 def test_drafts_are_as_long_as_the_padding(drafter):
     prepare(drafter, Request())
-    assert drafter._ssd_drafts._session._limits.padding.lengths == (MAX_DRAFT,)
-
-
-def target(text):
-    return (text[-1] * 3 + text[-2] + (len(text) % 11 == 0)) % 7
+    assert drafter._ssd_drafts.session._limits.padding.lengths == (MAX_DRAFT,)
 
 
 def step(drafter, *requests):
@@ -91,17 +83,14 @@ def step(drafter, *requests):
         draft = request.py_draft_tokens
         assert len(draft) <= MAX_DRAFT
         draft.extend([0] * (MAX_DRAFT - len(draft)))
-        for token in [*draft, None]:
-            request.tokens.append(target(request.tokens))
-            if token != request.tokens[-1] or len(request.output) >= request.py_max_new_tokens:
-                break
+        request.tokens += verified(request.tokens, draft)[: request.py_max_new_tokens - len(request.output)]
         if len(request.output) >= request.py_max_new_tokens:
             request.is_finished = True
             drafter.free_resources(request)
 
 
 def session_of(drafter):
-    return drafter._ssd_drafts._session
+    return drafter._ssd_drafts.session
 
 
 def test_methods_have_the_signatures_of_the_host(drafter_class):
@@ -135,13 +124,10 @@ def test_outputs_are_those_without_drafts_and_take_fewer_steps(drafter):
             step(drafter, *running)
             steps += 1
         for request in requests:
-            text = prompts[request.py_request_id].copy()
-            while len(text) < len(request.tokens):
-                text.append(target(text))
-            assert request.tokens == text
+            assert request.output == plain(prompts[request.py_request_id], 20)
             assert request.py_request_id not in session_of(drafter)
         counts.append(steps)
-        session_of(drafter)._namespaces.find("", "").drafter.corpus.refresh()
+        corpus_of(session_of(drafter))
     assert counts[1] < counts[0] <= 20
     assert session_of(drafter).counters.failures == 0
 
@@ -188,7 +174,7 @@ def test_requests_of_different_salts_share_no_text(drafter):
     first.tokens += [30, 31, 32, 33]
     first.is_finished = True
     drafter.free_resources(first)
-    session_of(drafter)._namespaces.find("", "7").drafter.corpus.refresh()
+    corpus_of(session_of(drafter), salt="7")
     assert prepare(drafter, Request(2, [30, 31]), Request(3, [30, 31], cache_salt_id=8)) == [[], []]
     assert prepare(drafter, Request(4, [30, 31], cache_salt_id=7))[0][:2] == [32, 33]
 

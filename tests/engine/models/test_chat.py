@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafter_service.client.chat_template import load_chat_template
 from drafter_service.ingest.chats import chat_of
-from drafter_service.ingest.vocabulary import ChatFormatter
+from drafter_service.ingest.reading import ChatFormatter
 from engine.api.schemas import ChatRequest
 from engine.models.chat import ChatPrompts
 from engine.models.tokenizer import Tokenizer

@@ -171,7 +171,7 @@ class Server:
         arguments = SimpleNamespace(model_path="dummy", revision=None)
         self.worker = worker_class(server_args=arguments, gpu_id=0, nccl_port=0, target_worker=target_worker)
         self.worker.alloc_memory_pool()
-        self.session = self.worker._ssd_drafts._session
+        self.session = self.worker._ssd_drafts.session
 
     def add(self, rid, prompt, max_tokens, **more):
         from sglang.srt.managers.schedule_batch import Req
@@ -322,7 +322,7 @@ def test_outputs_are_those_without_drafts(host):
         before = host.steps
         assert host.run() == [plain(prompt, 30) for prompt in PROMPTS.values()]
         steps.append(host.steps - before)
-        host.session._namespaces.find("", "").drafter.corpus.refresh()
+        host.session.namespaces.find("", "").drafter.corpus.refresh()
     assert steps[1] < steps[0] < 30
     assert (host.branches > 0) == (host.worker.topk > 1)
     assert not any(rid in host.session for rid in PROMPTS)
@@ -401,5 +401,5 @@ def test_options_of_a_request(host):
 def test_the_default_settings_are_those_of_the_sidecar(monkeypatch):
     monkeypatch.delenv("SSD_PLUGIN", raising=False)
     session = open_session(SimpleNamespace(model_path="dummy", revision=None), HostLimits(NODES, VOCAB_SIZE))
-    assert session._namespaces._settings.sidecar == PluginSettings().sidecar
+    assert session.namespaces._settings.sidecar == PluginSettings().sidecar
     session.close()

@@ -1,9 +1,8 @@
 """The plug-in for SGLang with stand-ins that are made of the host's recorded signatures.
 
-`test_conformance.py` has the tests with the host's own classes.
+`test_conformance.py` has the tests with the host's own classes: what they show is not repeated here.
 """
 
-import gc
 import subprocess
 import sys
 import tomllib
@@ -13,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +22,7 @@ from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
 from drafter_service.plugins.sglang import algorithm, worker
-from drafter_service.plugins.sglang.batch import BatchDrafts, JoinedText, accepted_tokens, ancestors, options_of
+from drafter_service.plugins.sglang.worker import BatchDrafts, JoinedText, accepted_tokens, ancestors, options_of
 from tests.drafter_service.plugins import signatures
 
 NODES = 5
@@ -109,58 +107,6 @@ def test_servers_with_other_algorithms_load_little():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "none\n"
 
 
-def test_overridden_methods_have_the_signatures_of_the_host(host, monkeypatch):
-    recorded = signatures.load("sglang")["sglang.srt.speculative.ngram_worker"]["NGRAMWorker"]
-    worker_class = worker.worker_class()
-    overridden = set(recorded) - {"__init__"}
-    assert set(vars(worker_class)) >= overridden
-    assert {name: signatures.signature_text(vars(worker_class)[name]) for name in overridden} == {
-        name: recorded[name] for name in overridden
-    }
-
-
-def test_the_algorithm_is_registered_with_the_methods_of_ngram(host, monkeypatch):
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
-
-    registered = []
-
-    def register(name, **options):
-        return lambda factory: registered.append((name, options, factory))
-
-    ngram = SpeculativeAlgorithm()
-    monkeypatch.setattr(ngram, "is_ngram", lambda: "asked NGRAM", raising=False)
-    monkeypatch.setattr(SpeculativeAlgorithm, "NGRAM", ngram, raising=False)
-    monkeypatch.setattr(SpeculativeAlgorithm, "register", register)
-    algorithm.register()
-    ((name, options, factory),) = registered
-    assert name == "SSD"
-    assert options["supports_overlap"]
-    spec_class = options["spec_class"]
-    assert issubclass(spec_class, CustomSpecAlgo)
-    assert spec_class.is_ngram(None) == "asked NGRAM"
-    assert spec_class.create_worker is CustomSpecAlgo.create_worker
-    assert factory(None).__name__ == "SsdWorker"
-
-
-def test_a_worker_hands_over_paths(host, monkeypatch):
-    own = new_worker(monkeypatch, rank_in_group=0, world_size=1)
-    request = Request(output=[3])
-    tokens, mask = own._prepare_draft_tokens(batch_of(request, Request("b", [7])))
-    assert tokens.dtype == np.int64
-    assert tokens.tolist() == [3, 1, 2, 3, 1, 7, 0, 0, 0, 0]
-    assert mask.dtype == bool
-    assert (mask.reshape(2, NODES, NODES) == np.tri(NODES, dtype=bool)).all()
-    own._update_ngram_corpus(batch_of(request))
-    own.clear_cache_pool()
-    own.note_request_finished(rid="a", natural_stop=True)
-    own.note_request_finished(rid="unknown", natural_stop=True)
-    session = own._ssd_drafts._session
-    assert "b" in session
-    assert "a" not in session
-    session.close()
-
-
 def test_one_rank_drafts_for_all(host, monkeypatch):
     sent = []
 
@@ -215,35 +161,6 @@ def test_a_tree_is_padded_after_its_last_node(session, drafts, monkeypatch):
     ]
 
 
-def test_accepted_branches_of_trees_are_counted():
-    """A target that continues a text in two ways: the drafts have both."""
-    session = HostSession(PluginSettings("embedded", capacity=20_000), HostLimits(NODES - 1, 50, trees=True), print)
-    drafts = BatchDrafts(session, NODES)
-    turns = ([7, 8, 9], [7, 20, 21])
-    committed = 0
-    for rid in range(6):
-        request = Request(str(rid), [30 + rid, 7], max_new_tokens=11)
-        expected = [7, *turns[rid % 2][1:]] * 4
-        while len(request.output_ids) < len(expected) - 1:
-            tokens, parents = (row[0].tolist() for row in drafts.nodes([request], [[]]))
-            node = 0
-            while node is not None:
-                request.output_ids.append(expected[len(request.output_ids) + 1])
-                children = [child for child in range(NODES) if parents[child] == node]
-                node = next((child for child in children if tokens[child] == request.output_ids[-1]), None)
-                if len(request.output_ids) == len(expected) - 1:
-                    break
-        request.output_ids_through_stop = request.output_ids
-        drafts.finish(request.rid)
-        committed += len(request.output_ids)
-        session._namespaces.find("", "").drafter.corpus.refresh()
-    counters = session.counters
-    assert counters.accepted + counters.steps == committed
-    assert counters.accepted > counters.steps
-    assert counters.failures == 0
-    session.close()
-
-
 @pytest.mark.parametrize("sampling", [{}, {"stop_token_ids": {41}}, {"ignore_eos": True}])
 def test_no_drafts_after_a_stop_token(session, drafts, sampling):
     stop = 41 if "stop_token_ids" in sampling else 40
@@ -253,35 +170,11 @@ def test_no_drafts_after_a_stop_token(session, drafts, sampling):
     assert ("a" in session) == ("ignore_eos" in sampling)
 
 
-def test_the_end_of_a_request_that_the_host_has_dropped_is_recorded(session, drafts):
-    drafts.nodes([Request()], [[]])
-    assert "a" in session
-    drafts.finish("a")
-    assert "a" not in session
-
-
-def test_a_request_that_the_host_drops_without_reporting_it_ends_when_another_begins(session, drafts):
-    drafts.nodes([Request()], [[]])
-    gc.collect()
-    drafts.nodes([Request(rid="b")], [[]])
-    assert ("a" in session, "b" in session) == (False, True)
-
-
 def test_a_request_of_the_same_id_is_a_new_one(session, drafts):
     requests = [Request(), Request(prompt=[5, 6, 5])]
     drafts.nodes(requests[:1], [[]])
     assert drafts.nodes(requests[1:], [[]])[0, 0, :2].tolist() == [5, 6]
     assert not session.reports
-
-
-def test_a_failure_costs_drafts_and_is_reported_once(session, drafts):
-    broken = Request()
-    del broken.lora_id
-    for _ in range(2):
-        assert drafts.nodes([broken], [[7]])[0].tolist() == [[7, 0, 0, 0, 0]]
-    assert session.counters.failures == 1
-    assert len(session.reports) == 1
-    assert "AttributeError at batch.py" in session.reports[0]
 
 
 def test_caches_that_the_host_separates_share_no_corpus():

@@ -1,13 +1,12 @@
 """The shipped model, and the plug-in with an embedded drafter."""
 
-import logging
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafter_service.plugins.transformers import SsdGenerate
 from drafter_service.plugins.transformers.generate import LOG
+from tests.drafter_service.plugins.helpers import lines_of
 from tests.drafter_service.plugins.transformers.generation import FOLDER
 
 
@@ -31,16 +30,12 @@ def ssd(model):
 @pytest.fixture
 def untimed(ssd, monkeypatch):
     """Return the plug-in without durations of steps, on which the lengths of drafts depend."""
-    monkeypatch.setattr(ssd._session, "record_step", lambda *_: None)
+    monkeypatch.setattr(ssd.session, "record_step", lambda *_: None)
     return ssd
 
 
 @pytest.fixture
 def log():
     """Return the lines of the plug-in's log."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    LOG.logger.addHandler(handler)
-    yield lines
-    LOG.logger.removeHandler(handler)
+    with lines_of(LOG) as lines:
+        yield lines

@@ -1,4 +1,4 @@
-"""The plug-in for transformers, in the installed version, with the shipped model."""
+"""The call of `generate` with the plug-in, in the installed version of transformers, with the shipped model."""
 
 import inspect
 import re
@@ -12,8 +12,9 @@ from transformers import GenerationMixin
 from drafter_service.client.identity import model_identity
 from drafter_service.plugins.transformers import SsdGenerate
 from drafter_service.plugins.transformers.support import PRIVATE_NAMES, TESTED
-from tests.drafter_service.plugins.test_session import wait_until
+from tests.drafter_service.plugins.helpers import corpus_of
 from tests.drafter_service.plugins.transformers.generation import FOLDER, PROMPTS, TOKENS, generated, ids
+from tests.drafter_service.raw import eventually
 
 
 class RecordingStreamer:
@@ -37,54 +38,12 @@ def test_the_installed_version_is_a_tested_one_and_has_the_private_names():
     assert "streamer" in inspect.signature(GenerationMixin.generate).parameters
 
 
-def test_greedy_outputs_are_identical_and_take_fewer_steps_the_second_time(model, tokenizer, untimed):
-    ssd, steps = untimed, []
-    plain = [generated(model, ids(tokenizer, prompt)) for prompt in PROMPTS]
-    for _ in range(2):
-        before = ssd.counters.steps
-        assert [generated(model, ids(tokenizer, prompt), custom_generate=ssd) for prompt in PROMPTS] == plain
-        steps.append(ssd.counters.steps - before)
-        ssd._session._namespaces.find("", "").drafter.corpus.refresh()
-    assert steps[1] <= TOKENS * len(PROMPTS) / 3
-    assert steps[0] > steps[1]
-    assert ssd.counters.accepted + ssd.counters.steps == 2 * sum(
-        len(output[0]) - ids(tokenizer, prompt).shape[1] for output, prompt in zip(plain, PROMPTS, strict=True)
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 10},
-        {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
-        {"do_sample": True, "top_k": 1},
-        {"max_new_tokens": 1},
-        {"eos_token_id": list(range(200, 1200))},
-    ],
-    ids=lambda arguments: next(iter(arguments)),
-)
-def test_outputs_are_identical_with_options_of_the_host(model, tokenizer, ssd, arguments):
-    inputs = ids(tokenizer, PROMPTS[1])
-    plain = generated(model, inputs, **arguments)
-    for _ in range(2):
-        assert generated(model, inputs, custom_generate=ssd, **arguments) == plain
-
-
 def test_scores_are_those_of_plain_decoding(model, tokenizer, ssd):
     arguments = {"max_new_tokens": TOKENS, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
     inputs = ids(tokenizer, PROMPTS[0])
     plain, drafted = (model.generate(inputs, **arguments, **more) for more in ({}, {"custom_generate": ssd}))
     assert len(plain.scores) == len(drafted.scores)
     assert all(torch.allclose(one, other, atol=1e-3) for one, other in zip(plain.scores, drafted.scores, strict=True))
-
-
-def test_sampled_outputs_without_drafts_are_identical(model, tokenizer, ssd):
-    inputs = ids(tokenizer, PROMPTS[0])
-    plain = generated(model, inputs, do_sample=True)
-    assert generated(model, inputs, do_sample=True, custom_generate=ssd, ssd_max_draft=0) == plain
-    assert ssd.counters.drafted == 0
-    generated(model, inputs, do_sample=True, custom_generate=ssd)
-    assert ssd.counters.drafted > 0
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -102,17 +61,13 @@ def test_a_request_whose_reader_is_gone_ends(model, tokenizer, ssd):
     inputs = ids(tokenizer, PROMPTS[0])
     with pytest.raises(RuntimeError, match="the reader is gone"):
         generated(model, inputs, custom_generate=ssd, streamer=RecordingStreamer(inputs.shape[1] + 5))
-    assert not ssd._session._requests
-    corpus = ssd._session._namespaces.find("", "").drafter.corpus
-    corpus.refresh()
-    assert corpus.tokens == 0
+    assert len(ssd.session) == 0
+    assert corpus_of(ssd.session).tokens == 0
 
 
 def test_private_text_is_not_learned(model, tokenizer, ssd):
     generated(model, ids(tokenizer, PROMPTS[0]), custom_generate=ssd, ssd_private=True, ssd_session="chat")
-    corpus = ssd._session._namespaces.find("", "").drafter.corpus
-    corpus.refresh()
-    assert corpus.tokens == 0
+    assert corpus_of(ssd.session).tokens == 0
 
 
 def test_within_the_block_generate_uses_drafts(model, tokenizer, ssd):
@@ -173,16 +128,16 @@ def test_without_a_sidecar_there_are_no_drafts(model, tokenizer, log):
     with SsdGenerate(model, sidecar="unix:/nonexistent/drafter.sock") as ssd:
         assert generated(model, inputs, custom_generate=ssd) == generated(model, inputs)
         assert ssd.counters.drafted == ssd.counters.failures == 0
-        wait_until(lambda: log)
+        eventually(lambda: log)
     assert len(log) == 1
     assert "continuing without drafts" in log[0]
 
 
 def test_a_model_is_identified_by_its_folder(model, log):
     with SsdGenerate(model) as ssd:
-        assert ssd._session._namespaces._settings.model == model_identity(FOLDER)
+        assert ssd.session.namespaces._settings.model == model_identity(FOLDER)
     with SsdGenerate(model, folder="/nonexistent") as ssd:
-        assert ssd._session._namespaces._settings.model.tokenizer == ""
+        assert ssd.session.namespaces._settings.model.tokenizer == ""
     assert "/nonexistent" in log[0]
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
 
+from tests.drafter_service.plugins.helpers import verified
+
 VOCAB_SIZE = 50
 MAX_MODEL_LEN = 100
 
@@ -86,13 +88,6 @@ class Request:
         return len(self.all_token_ids)
 
 
-class StructuredOutputManager:
-    """A grammar that allows no token 6."""
-
-    def validate_tokens(self, request, spec_tokens):
-        return spec_tokens[: spec_tokens.index(6)] if 6 in spec_tokens else spec_tokens
-
-
 def vllm_config(drafts=8, **scheduler):
     """Return the parts of a `VllmConfig` that the plug-in reads."""
     return SimpleNamespace(
@@ -125,11 +120,6 @@ def vllm_config(drafts=8, **scheduler):
     )
 
 
-def target(text):
-    """Return the target's next token: text that repeats, with a turn here and there."""
-    return (text[-1] * 3 + text[-2] + (len(text) % 11 == 0)) % 7
-
-
 class FakeScheduler:
     def __init__(
         self,
@@ -143,35 +133,27 @@ class FakeScheduler:
         log_stats=False,
     ):
         self.vllm_config = vllm_config
-        self.structured_output_manager = structured_output_manager or StructuredOutputManager()
         self.requests, self.running, self.waiting, self.freed = {}, [], [], []
         self.max_num_running_reqs, self.max_num_scheduled_tokens = 8, 64
         self.is_shut_down = False
         self.steps = self.verified = self.accepted = 0
-        self.padded = set()
-        """Ids of requests whose first step is padded."""
-        self.budget = 1 << 30
-        """Draft tokens in a step."""
 
     def add_request(self, request):
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
     def schedule(self, throttle_prefills=False):
-        drafts, budget = {}, self.budget
+        drafts = {}
         for request in self.running:
-            tokens, request.spec_token_ids = request.spec_token_ids[:budget], []
+            tokens, request.spec_token_ids = request.spec_token_ids, []
             assert len(tokens) <= self.vllm_config.speculative_config.num_speculative_tokens
             assert len(request.all_token_ids) + len(tokens) < MAX_MODEL_LEN
             assert all(type(token) is int and 0 <= token < VOCAB_SIZE for token in tokens)
-            budget -= len(tokens)
             if tokens:
                 drafts[request.request_id] = tokens
         new = [request for request in self.waiting if request.status is RequestStatus.WAITING]
         for request in self.waiting:
             request.status = RequestStatus.RUNNING
-            if request.request_id in self.padded:
-                drafts[request.request_id] = [-1] * self.vllm_config.speculative_config.num_speculative_tokens
         self.running += self.waiting
         self.waiting = []
         scheduled = {}
@@ -199,27 +181,18 @@ class FakeScheduler:
                 continue
             self.steps += 1
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request.request_id, [])
-            self.verified += sum(token >= 0 for token in drafts)
-            for token in [*drafts, None]:
-                wanted = target(request.all_token_ids)
-                request.all_token_ids.append(wanted)
-                if len(request.output) >= request.max_tokens:
-                    self.finish_requests(request.request_id, RequestStatus.FINISHED_LENGTH_CAPPED)
-                if token != wanted or request.request_id not in self.requests:
-                    break
-                self.accepted += 1
+            self.verified += len(drafts)
+            produced = verified(request.all_token_ids, drafts)[: request.max_tokens - len(request.output)]
+            request.all_token_ids += produced
+            self.accepted += len(produced) - 1
+            if len(request.output) == request.max_tokens:
+                self.finish_requests(request.request_id, RequestStatus.FINISHED_LENGTH_CAPPED)
 
     def finish_requests(self, request_ids, finished_status):
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             request = self.requests[request_id]
             request.status = finished_status
             self._free_request(request, delay_free_blocks=False)
-
-    def preempt(self, request_id):
-        request = self.requests[request_id]
-        self.running.remove(request)
-        request.spec_token_ids, request.status = [], RequestStatus.PREEMPTED
-        self.waiting.append(request)
 
     def _free_request(self, request, delay_free_blocks=False):
         del self.requests[request.request_id]

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.drafter_service.plugins.vllm.fake_vllm import target
+from tests.drafter_service.plugins.helpers import verified
 
 MODEL = str(Path(__file__).parents[4] / "engine" / "models" / "assets" / "stdlib-7m")
 BLOCK = 32
@@ -189,20 +189,9 @@ class Engine:
             ends_at = request.num_computed_tokens - len(draft)
             text = list(request.all_token_ids)
             assert scheduled > len(draft)
-            sampled.append(verify(text, draft) if ends_at == len(text) else [])
+            sampled.append(verified(text, draft) if ends_at == len(text) else [])
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(ids, {request_id: at for at, request_id in enumerate(ids)}, sampled)
-
-
-def verify(text, draft):
-    """Return what a step produces: the accepted tokens of a draft and one more."""
-    text, produced = list(text), []
-    for token in [*draft, None]:
-        text.append(target(text))
-        produced.append(text[-1])
-        if token != text[-1]:
-            break
-    return produced
 
 
 def make_runner(config, monkeypatch):
@@ -267,7 +256,7 @@ def sample(self, hidden_states, batch, grammar_output):
         assert all(0 <= token < self.vocab_size for token in draft)  # Their embeddings are looked up.
         if total == int(states.prefill_len.np[row]):  # Padding of the scheduler.
             draft = []
-        produced = verify(text, draft)
+        produced = verified(text, draft)
         sampled[at, : len(produced)] = torch.tensor(produced)
         counts.append(len(produced))
         rejected.append(length + 1 - len(produced))

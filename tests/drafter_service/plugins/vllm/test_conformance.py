@@ -7,8 +7,8 @@ import pytest
 from drafter_service.plugins.vllm.__main__ import main
 from drafter_service.plugins.vllm.variants import PROPOSER, SETUPS, Variant, choose
 from tests.drafter_service.plugins import signatures
+from tests.drafter_service.plugins.helpers import corpus_of, plain
 from tests.drafter_service.plugins.vllm import fake_vllm
-from tests.drafter_service.plugins.vllm.fake_vllm import target
 from tests.drafter_service.plugins.vllm.host import BLOCK, MODEL, Engine, import_vllm, vllm_config
 
 PROMPTS = {"a": [1, 2, 3, 4, 5, 1, 2, 3], "b": [3, 4, 5, 1, 2, 3], "c": [7, 1, 2, 3, 4, 5] * 15}
@@ -24,14 +24,6 @@ def _host():
 def _settings(monkeypatch):
     monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "embedded", "capacity": 20000}')
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-
-
-def plain(prompt, tokens=30):
-    """Return the output without drafts."""
-    text = list(prompt)
-    while len(text) < len(prompt) + tokens:
-        text.append(target(text))
-    return text[len(prompt) :]
 
 
 CONFIGS = {
@@ -61,18 +53,12 @@ def make_engine(request, monkeypatch):
         if not engine.is_asynchronous:  # Steps in flight run on after their request was aborted.
             assert counters.verified <= engine.drafted
             assert counters.accepted <= engine.accepted
-        assert not session_of(engine)._requests
+        assert len(session_of(engine)) == 0
         engine.scheduler.shutdown()
 
 
 def session_of(engine):
-    return engine.runner.speculator.drafts.session if engine.is_asynchronous else engine.scheduler._session
-
-
-def corpus_of(engine):
-    corpus = session_of(engine)._namespaces.find("", "").drafter.corpus
-    corpus.refresh()
-    return corpus
+    return engine.runner.speculator.drafts.session if engine.is_asynchronous else engine.scheduler.ssd_session
 
 
 def test_the_host_has_the_recorded_signatures_and_the_names_of_the_fake():
@@ -128,7 +114,7 @@ def test_outputs_are_identical(make_engine):
             engine.add(f"{turn}{name}", prompt)
         engine.run()
         steps.append(engine.steps - before)
-        corpus_of(engine)
+        corpus_of(session_of(engine))
     assert list(engine.outputs.values()) == [plain(prompt) for prompt in PROMPTS.values()] * 2
     assert steps[1] < steps[0] < 34
     assert session_of(engine).counters.tokens_per_step > 1.8
@@ -173,10 +159,10 @@ def test_what_ended_a_request_decides_whether_it_is_learned(make_engine):
         engine.step()
     engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     engine.step()
-    assert corpus_of(engine).tokens == 0
+    assert corpus_of(session_of(engine)).tokens == 0
     engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)  # As the front end reports a stop string.
     engine.run()
-    assert corpus_of(engine).tokens > 0
+    assert corpus_of(session_of(engine)).tokens > 0
 
 
 @pytest.mark.parametrize("stop", [[], [6]])
@@ -208,4 +194,4 @@ def test_options_and_salts(make_engine):
     assert session_of(engine).counters.drafted == 0
     engine.add("b", PROMPTS["a"], cache_salt="s")
     engine.run()
-    assert set(session_of(engine)._namespaces._open) == {("", ""), ("", "s")}
+    assert set(session_of(engine).namespaces.opened) == {("", ""), ("", "s")}

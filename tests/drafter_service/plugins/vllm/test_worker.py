@@ -1,29 +1,35 @@
-"""Drafts of the first worker, while vLLM's scheduler is a step ahead.
+"""Drafts of the first worker, while vLLM's scheduler is a step ahead: what the host's own classes do not show.
 
-`test_conformance.py` has the tests with the host's own classes.
+`test_conformance.py` runs the worker and both runners in the host's own classes.
 """
 
-import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import drafter_service.plugins.vllm as plugin
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
-from drafter_service.plugins.vllm import runner, speculator
-from drafter_service.plugins.vllm.async_scheduler import REPORT, SchedulerWithReports, StepReport
-from drafter_service.plugins.vllm.speculator import WorkerDrafts
+from drafter_service.plugins.vllm import worker
+from drafter_service.plugins.vllm.scheduler import REPORT, StepReport
 from drafter_service.plugins.vllm.variants import Choice, Variant
+from drafter_service.plugins.vllm.worker import WorkerDrafts, draft_rows
 from ssd.budget.padding import Padding
 from tests.drafter_service.plugins import signatures
-from tests.drafter_service.plugins.vllm.fake_vllm import FakeScheduler, Request, RequestStatus, vllm_config
+from tests.drafter_service.plugins.vllm.fake_vllm import vllm_config
 
 MAX_DRAFT, VOCAB_SIZE, CONTEXT_WINDOW = 4, 50, 100
 LOOP = [1, 2, 3, 1, 2, 3, 1, 2]
 CPU = torch.device("cpu")
+MADE = (
+    worker.worker_class,
+    worker.scheduled_runner_class,
+    worker.speculating_runner_class,
+    worker.null_speculator_class,
+)
 
 
 @pytest.fixture
@@ -60,10 +66,6 @@ def after_step(drafts, *rows, verified=0):
     return drafts.after_step(ids, tokens, counts, np.full(len(rows), verified)).tolist()
 
 
-def text_of(drafts, request_id="a"):
-    return drafts._texts[request_id].tokens[len(LOOP) :]
-
-
 def test_drafts_continue_the_text_and_are_filled_with_its_last_token(drafts):
     drafts.update(output(("a", []), ("b", [])))
     assert after_step(drafts, [3], [9]) == [[1, 2, 3, 1], [9, 9, 9, 9]]
@@ -87,23 +89,17 @@ def test_requests_without_tokens_or_without_a_beginning_have_no_draft(drafts):
         ([[3, 1, 2, 3, 1]] * 19, {"max_tokens": None}, ([3, 1, 2, 3, 1] * 19)[: CONTEXT_WINDOW - len(LOOP)]),
     ],
 )
-def test_a_text_ends_where_the_host_ends_it_later(drafts, steps, options, wanted):
+def test_a_text_ends_where_the_host_ends_it_later(drafts, monkeypatch, steps, options, wanted):
+    told, finish = [], drafts.session.finish
+    monkeypatch.setattr(drafts.session, "finish", lambda *given: told.append(given) or finish(*given))
     drafts.update(output(("a", []), **options))
     for tokens in steps:
         drafted = after_step(drafts, tokens)
-    assert text_of(drafts) == wanted
     assert drafted == [[steps[-1][-1]] * MAX_DRAFT]
-    drafts.update(output(ended={"a": (End.FINISHED, len(LOOP) + len(wanted))}))
+    length = len(LOOP) + len(wanted)
+    drafts.update(output(ended={"a": (End.FINISHED, length), "unknown": (End.FINISHED, 3)}))
+    assert told == [("a", [*LOOP, *wanted], End.FINISHED)]
     assert "a" not in drafts.session
-    assert drafts._texts == drafts._given == {}
-
-
-def test_nothing_is_kept_of_a_request_that_is_aborted_with_a_draft(drafts):
-    drafts.update(output(("a", [])))
-    after_step(drafts, [3])
-    assert drafts._given
-    drafts.update(output(ended={"a": (End.ABORTED, len(LOOP) + 1)}))
-    assert drafts._texts == drafts._given == {}
 
 
 def test_tokens_after_the_end_that_the_scheduler_reports_are_cut(drafts, monkeypatch):
@@ -111,27 +107,33 @@ def test_tokens_after_the_end_that_the_scheduler_reports_are_cut(drafts, monkeyp
     monkeypatch.setattr(drafts.session, "finish", lambda *given: told.append(given))
     drafts.update(output(("a", [])))
     after_step(drafts, [3, 1, 2])
-    drafts.update(output(ended={"a": (End.ABORTED, len(LOOP) + 2), "unknown": (End.FINISHED, 3)}))
+    drafts.update(output(ended={"a": (End.ABORTED, len(LOOP) + 2)}))
     assert told == [("a", [*LOOP, 3, 1], End.ABORTED)]
 
 
-def test_a_preempted_request_goes_on_with_the_text_of_the_scheduler(drafts):
+def test_a_preempted_request_goes_on_with_the_text_of_the_scheduler(drafts, monkeypatch):
+    started, start = [], drafts.session.start
+    monkeypatch.setattr(drafts.session, "start", lambda *given: started.append(given[0]) or start(*given))
     drafts.update(output(("a", [])))
     after_step(drafts, [3])
     drafts.update(output(("a", [3])))
     # The tokens that follow a prompt are not verified, whatever the scheduler put there.
     assert after_step(drafts, [1], verified=MAX_DRAFT) == [[2, 3, 1, 2]]
     assert drafts.session.counters.verified == 0
-    assert drafts.session._sequences == 1
+    assert started == ["a"]
+
+
+def test_padding_below_zero_is_a_token_whose_embedding_can_be_looked_up():
+    rows, tokens = draft_rows({"a": [5, 6], "b": [-1, -1]}, {"a": 2, "b": 0}, MAX_DRAFT)
+    assert rows.tolist() == [2, 0]
+    assert tokens.tolist() == [[5, 6, 0, 0], [0, 0, 0, 0]]
 
 
 @pytest.fixture
 def host(monkeypatch):
     """Put stand-ins into the place of the host, and let its group have two ranks."""
-    recorded = signatures.load("vllm")
-    signatures.stand_in(recorded, monkeypatch)
-    made = (speculator.runner_class, runner.null_speculator_class)
-    for function in made:
+    signatures.stand_in(signatures.load("vllm"), monkeypatch)
+    for function in MADE:
         function.cache_clear()
     sent = []
 
@@ -143,18 +145,21 @@ def host(monkeypatch):
     group = SimpleNamespace(rank_in_group=0, broadcast=broadcast)
     monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
     yield group
-    for function in made:
+    for function in MADE:
         function.cache_clear()
 
 
 def test_other_ranks_get_the_drafts_of_the_first(host, drafts, monkeypatch):
     shapes = []
-    monkeypatch.setattr(speculator, "open_session", lambda _, padding: shapes.append(padding) or drafts.session)
+    monkeypatch.setattr(worker, "open_session", lambda _, padding: shapes.append(padding) or drafts.session)
+    monkeypatch.setattr(worker, "choose", lambda _: Choice(Variant.V2_WORKER, ""))
     batch = SimpleNamespace(req_ids=["a"], num_reqs=1, num_draft_tokens_per_req=None)
     proposed = []
     for rank in range(2):
         host.rank_in_group = rank
-        made = speculator.runner_class()(vllm_config(MAX_DRAFT), CPU)
+        drafting = plugin.Worker()
+        drafting.vllm_config, drafting.device = vllm_config(MAX_DRAFT), CPU
+        made = drafting._make_model_runner()
         assert made.speculator.propose(batch, dummy_run=True).tolist() == [[0] * MAX_DRAFT]
         made.update_requests(output(("a", [])))
         made.postprocess_sampled(None, torch.tensor([[3, 5]]), torch.tensor([1], dtype=torch.int32), None)
@@ -165,39 +170,11 @@ def test_other_ranks_get_the_drafts_of_the_first(host, drafts, monkeypatch):
 
 
 def test_methods_have_the_signatures_of_the_host(host):
-    recorded = signatures.load("vllm")["vllm.v1.worker.gpu.model_runner"]["GPUModelRunner"]
-    methods = vars(speculator.runner_class())
-    for name in ("__init__", "update_requests", "shutdown"):
-        assert signatures.signature_text(methods[name]) == recorded[name]
-    theirs = recorded["postprocess_sampled"]
-    assert theirs.startswith(signatures.signature_text(methods["postprocess_sampled"]).partition(", *args")[0])
-
-
-class Scheduler(SchedulerWithReports, FakeScheduler):
-    pass
-
-
-@pytest.mark.parametrize("variant", [Variant.V2_WORKER, Variant.NONE])
-def test_the_scheduler_reports_options_and_ends(monkeypatch, variant):
-    monkeypatch.setattr("drafter_service.plugins.vllm.engine_session.choose", lambda _: Choice(variant, "because"))
-    scheduler = Scheduler(vllm_config())
-    scheduler.add_request(Request("a", LOOP, cache_salt="s"))
-    scheduler.add_request(Request("b", LOOP, prompt_embeds=object()))
-    reports = [getattr(pickle.loads(pickle.dumps(scheduler.schedule())), REPORT, None)]
-    scheduler.finish_requests("a", RequestStatus.FINISHED_STOPPED)
-    reports += [getattr(scheduler.schedule(), REPORT, None) for _ in range(2)]
-    if variant is Variant.NONE:
-        assert reports == [None] * 3
-        return
-    assert reports == [
-        StepReport({"a": RequestOptions(max_tokens=30, salt="s")}, {}),
-        StepReport({}, {"a": (End.FINISHED, len(LOOP))}),
-        StepReport({}, {}),
-    ]
-
-
-def test_a_configuration_that_cannot_work_is_refused(monkeypatch):
-    choice = Choice(Variant.NONE, "the engine is synchronous", is_error=True)
-    monkeypatch.setattr("drafter_service.plugins.vllm.engine_session.choose", lambda _: choice)
-    with pytest.raises(ValueError, match="ssd-drafter: the engine is synchronous"):
-        Scheduler(vllm_config())
+    recorded = signatures.load("vllm")
+    for ours, module in zip(MADE[:3], ("gpu_worker", "gpu.model_runner", "gpu.model_runner"), strict=True):
+        ((_, theirs),) = recorded[f"vllm.v1.worker.{module}"].items()
+        for name in theirs.keys() & vars(ours()).keys():
+            # Arguments that are passed on may be fewer.
+            assert theirs[name].startswith(
+                signatures.signature_text(vars(ours())[name]).partition(", *args")[0].rstrip(")")
+            )

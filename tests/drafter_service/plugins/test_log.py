@@ -1,6 +1,8 @@
+"""Which losses of connections are worth a line of a host's log."""
+
 import pytest
 
-from drafter_service.plugins.connection_log import SAME_LOSS_S, ConnectionLog
+from drafter_service.plugins.log import SAME_LOSS_S, ConnectionLog
 
 LOST = "no connection to the drafter at unix:/run/ssd.sock ({}); continuing without drafts"
 RESUMED = "reconnected to the drafter at unix:/run/ssd.sock; drafting resumes"

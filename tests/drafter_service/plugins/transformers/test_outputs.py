@@ -1,4 +1,7 @@
-"""Batches: the plug-in's own loop against plain `generate`, with the shipped model and with tiny random ones."""
+"""Outputs of the plug-in against plain `generate`, with the shipped model and with tiny random ones.
+
+One sequence is decoded by the host's loop, and batches by the plug-in's own, which most tests are of.
+"""
 
 import itertools
 import random
@@ -19,7 +22,8 @@ from transformers import (
 )
 
 from drafter_service.plugins.transformers import SsdGenerate, batch
-from drafter_service.plugins.transformers.row_cache import RowCache
+from drafter_service.plugins.transformers.batch import RowCache
+from tests.drafter_service.plugins.helpers import corpus_of
 from tests.drafter_service.plugins.transformers.generation import PROMPTS, TOKENS, generated
 
 VOCAB = 8
@@ -51,8 +55,14 @@ def inputs(tokenizer):
     return {**batch, "pad_token_id": 1}
 
 
+@pytest.fixture(params=["one", "batch"])
+def one_or_batch(request, tokenizer, inputs):
+    """Return one prompt, which the host's own assisted decoding decodes, or the batch."""
+    return inputs if request.param == "batch" else {**tokenizer(PROMPTS[:1], return_tensors="pt"), "pad_token_id": 1}
+
+
 def outputs(model, inputs, **arguments):
-    """Return the output of `generate` for a batch as a list of lists."""
+    """Return the output of `generate` as a list of lists."""
     return generated(model, inputs["input_ids"], **{**inputs, "input_ids": None, **arguments})
 
 
@@ -62,21 +72,17 @@ def tiny(model_class=LlamaForCausalLM, config_class=LlamaConfig, **settings):
     return model_class(config_class(**SIZE, **settings)).eval()
 
 
-def refresh(ssd):
-    ssd._session._namespaces.find("", "").drafter.corpus.refresh()
-
-
-def test_rows_are_identical_and_take_fewer_steps_the_second_time(model, untimed, inputs):
-    ssd, plain, steps = untimed, outputs(model, inputs), []
+def test_outputs_are_identical_and_take_fewer_steps_the_second_time(model, untimed, one_or_batch):
+    ssd, plain, steps = untimed, outputs(model, one_or_batch), []
     for _ in range(2):
         before = ssd.counters.steps
-        assert outputs(model, inputs, custom_generate=ssd) == plain
+        assert outputs(model, one_or_batch, custom_generate=ssd) == plain
         steps.append(ssd.counters.steps - before)
-        refresh(ssd)
-    assert steps[1] <= TOKENS * len(PROMPTS) / 3
+        corpus_of(ssd.session)
+    assert steps[1] <= TOKENS * len(plain) / 3
     assert steps[0] > steps[1]
-    assert ssd.counters.accepted + ssd.counters.steps == 2 * TOKENS * len(PROMPTS)
-    assert not ssd._session._requests
+    assert ssd.counters.accepted + ssd.counters.steps == 2 * TOKENS * len(plain)
+    assert len(ssd.session) == 0
 
 
 @pytest.mark.parametrize(
@@ -91,11 +97,11 @@ def test_rows_are_identical_and_take_fewer_steps_the_second_time(model, untimed,
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
-def test_outputs_are_identical_with_options_of_the_host(model, ssd, inputs, arguments):
-    plain = outputs(model, inputs, **arguments)
+def test_outputs_are_identical_with_options_of_the_host(model, ssd, one_or_batch, arguments):
+    plain = outputs(model, one_or_batch, **arguments)
     for _ in range(2):
-        assert outputs(model, inputs, custom_generate=ssd, **arguments) == plain
-        refresh(ssd)
+        assert outputs(model, one_or_batch, custom_generate=ssd, **arguments) == plain
+        corpus_of(ssd.session)
     assert ssd.counters.steps > 0
 
 
@@ -107,7 +113,7 @@ def test_rows_that_end_at_different_steps_are_padded(model, ssd, inputs):
     for _ in range(2):
         ended = outputs(model, inputs, custom_generate=ssd, eos_token_id=ends)
         assert ended == outputs(model, inputs, eos_token_id=ends)
-        refresh(ssd)
+        corpus_of(ssd.session)
     lengths = [len(row) - row.count(inputs["pad_token_id"]) for row in ended]
     assert len(set(lengths)) == len(lengths)
     assert len(ended[0]) < len(plain[0])
@@ -122,7 +128,7 @@ def test_stop_strings_end_each_row_at_its_token(model, tokenizer, ssd, inputs):
     assert stopped != plain
     for _ in range(2):
         assert outputs(model, inputs, custom_generate=ssd, stopping_criteria=criteria) == stopped
-        refresh(ssd)
+        corpus_of(ssd.session)
     assert ssd.counters.accepted > 0
 
 
@@ -140,17 +146,17 @@ def test_a_time_limit_ends_all_rows(model, ssd, inputs):
 def test_wrong_drafts_change_nothing(model, ssd, inputs, monkeypatch):
     plain = outputs(model, inputs)
     continuation = dict(enumerate(row[inputs["input_ids"].shape[1] :] for row in plain))
-    draft = ssd._session.draft
+    draft = ssd.session.draft
 
     def draft_wrongly(texts, **arguments):
         draft(texts, **arguments)
-        places = [len(text) - ssd._session._requests[at].prompt_length for at, text in texts]
+        places = [len(text) - ssd.session._requests[at].prompt_length for at, text in texts]
         right = [continuation[at][place : place + 3] for (at, _), place in zip(texts, places, strict=True)]
         return [
             [token + 1 for token in tokens[: TOKENS - place - 1]] for tokens, place in zip(right, places, strict=True)
         ]
 
-    monkeypatch.setattr(ssd._session, "draft", draft_wrongly)
+    monkeypatch.setattr(ssd.session, "draft", draft_wrongly)
     assert outputs(model, inputs, custom_generate=ssd) == plain
     assert ssd.counters.accepted == 0
     assert ssd.counters.steps == TOKENS * len(PROMPTS)
@@ -181,7 +187,7 @@ def test_drafts_of_any_length_that_are_right_up_to_any_token(monkeypatch, attent
         return drafts
 
     with SsdGenerate(model, sidecar="embedded", capacity=20_000) as ssd:
-        monkeypatch.setattr(ssd._session, "draft", any_draft)
+        monkeypatch.setattr(ssd.session, "draft", any_draft)
         assert outputs(model, inputs, custom_generate=ssd) == plain
     assert compactions
 
@@ -236,17 +242,19 @@ def test_the_test_of_the_distribution_finds_a_fault(monkeypatch):
     assert p_value(tiny(), 80, 12) < SIGNIFICANCE
 
 
-def test_sampled_outputs_without_drafts_are_identical(model, ssd, inputs):
-    plain = outputs(model, inputs, do_sample=True)
-    assert outputs(model, inputs, do_sample=True, custom_generate=ssd, ssd_max_draft=0) == plain
+def test_sampled_outputs_without_drafts_are_identical(model, ssd, one_or_batch):
+    plain = outputs(model, one_or_batch, do_sample=True)
+    assert outputs(model, one_or_batch, do_sample=True, custom_generate=ssd, ssd_max_draft=0) == plain
     assert ssd.counters.drafted == 0
+    outputs(model, one_or_batch, do_sample=True, custom_generate=ssd)
+    assert ssd.counters.drafted > 0
 
 
 def test_each_row_has_a_session_of_its_own(model, ssd, inputs, monkeypatch):
     names = []
-    start = ssd._session.start
+    start = ssd.session.start
     monkeypatch.setattr(
-        ssd._session, "start", lambda at, text, options: (names.append(options.session), start(at, text, options))
+        ssd.session, "start", lambda at, text, options: (names.append(options.session), start(at, text, options))
     )
     outputs(model, inputs, custom_generate=ssd, ssd_session="chat")
     assert names == ["chat/0", "chat/1", "chat/2"]
@@ -263,9 +271,8 @@ def test_rows_of_a_call_that_fails_are_not_learned(model, ssd, inputs):
     with pytest.raises(RuntimeError, match="out of memory"):
         outputs(model, inputs, custom_generate=ssd)
     hook.remove()
-    assert not ssd._session._requests
-    refresh(ssd)
-    assert ssd._session._namespaces.find("", "").drafter.corpus.tokens == 0
+    assert len(ssd.session) == 0
+    assert corpus_of(ssd.session).tokens == 0
 
 
 class Nothing(LogitsProcessor):
