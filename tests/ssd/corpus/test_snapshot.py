@@ -75,65 +75,6 @@ def test_a_loaded_corpus_drafts_the_same(path, count):
     assert_same_drafts(corpus, loaded, requests[-100:])
 
 
-def test_text_in_the_smaller_tiers_is_loaded(path):
-    requests = some_requests(1200, ids=1_000_000)
-    corpus = built(requests[:400])
-    fill(corpus, requests[400:])
-    assert sum(len(order) for order in corpus.view.suffix_arrays[1:]) > 0
-    save(corpus, path)
-    loaded = load(path, CAPACITY, DEPTH).corpus
-    assert np.array_equal(text_of(loaded), text_of(corpus))
-    assert_whole(loaded)
-    assert_same_drafts(corpus, loaded, requests[-100:])
-
-
-def test_waiting_text_is_saved(path):
-    corpus, requests = Corpus(CAPACITY, DEPTH), some_requests(3)
-    for request in requests:
-        corpus.append(request)
-    save(corpus, path)
-    assert load(path, CAPACITY, DEPTH).corpus.tokens == 303
-
-
-def test_an_empty_corpus_can_be_saved(path):
-    save(Corpus(CAPACITY, DEPTH), path)
-    loaded = load(path, CAPACITY, DEPTH).corpus
-    fill(loaded, some_requests(10))
-    assert_whole(loaded)
-
-
-def test_a_loaded_corpus_can_be_extended(path):
-    save(built(some_requests(900)), path)
-    loaded = load(path, CAPACITY, DEPTH).corpus
-    before = loaded.requests
-    loaded.append(some_requests(1, seed=1)[0], "mine")
-    loaded.refresh()
-    assert loaded.requests == before + 1
-    for seed in range(2, 40):
-        fill(loaded, some_requests(50, seed=seed))
-        assert_whole(loaded)
-    save(loaded, path)
-    assert np.array_equal(text_of(load(path, CAPACITY, DEPTH).corpus), text_of(loaded))
-
-
-def test_request_ids_and_times_are_restored(path):
-    now = 1000.0
-    corpus = Corpus(CAPACITY, DEPTH, lambda: now)
-    fill(corpus, some_requests(300), "old")
-    now = 2000.0
-    fill(corpus, some_requests(20), "new")
-    save(corpus, path)
-    by_name = load(path, CAPACITY, DEPTH).corpus
-    by_name.forget("old")
-    by_name.refresh()
-    assert by_name.requests == 20
-    by_age = load(path, CAPACITY, DEPTH, lambda: 2500.0).corpus
-    by_age.forget_older_than(600)
-    by_age.refresh()
-    assert by_age.requests == 20
-    assert_whole(by_age)
-
-
 @pytest.mark.parametrize("capacity", [4096, 30_000, 90_000])
 @pytest.mark.parametrize("more", [0, 250])
 def test_the_newest_text_is_loaded_into_a_smaller_corpus(path, capacity, more):
@@ -150,14 +91,6 @@ def test_the_newest_text_is_loaded_into_a_smaller_corpus(path, capacity, more):
     assert_whole(loaded)
     fill(loaded, some_requests(300, seed=2))
     assert_whole(loaded)
-
-
-def test_everything_is_loaded_into_a_larger_corpus(path):
-    corpus = built(some_requests(900))
-    save(corpus, path)
-    loaded = load(path, 1_000_000, DEPTH).corpus
-    assert np.array_equal(text_of(loaded), text_of(corpus))
-    assert_same_drafts(corpus, loaded, some_requests(900)[-50:])
 
 
 def test_another_match_depth_is_refused(path):
@@ -407,20 +340,6 @@ def test_saves_of_the_same_file_do_not_disturb_each_other(path):
 def test_the_error_names_a_missing_folder(path):
     with pytest.raises(SnapshotError, match="cannot be written: No such file"):
         save(built([]), path.parent / "nowhere" / "corpus.snapshot")
-
-
-def test_a_kept_error_does_not_keep_the_text(tmp_path):
-    corpus = built(some_requests(20))
-    with pytest.raises(SnapshotError) as error:
-        save(corpus, tmp_path / "missing" / "corpus.snapshot")
-    corpus.append(some_requests(1)[0], "mine")
-    corpus.forget_older_than(-1)
-    refreshing = threading.Thread(target=corpus.refresh, daemon=True)
-    refreshing.start()
-    refreshing.join(30)
-    assert error.value.__traceback__ is not None
-    assert not refreshing.is_alive()
-    assert corpus.requests == 0
 
 
 def test_snapshots_can_be_saved_during_appending_and_drafting(path):
