@@ -115,22 +115,6 @@ def test_a_corpus_of_the_suffix_drafter_is_drafted_from(tmp_path):
     assert ClassicDrafter(corpus=loaded.corpus).propose([2]).tokens.tolist() == [3, 4]
 
 
-def test_impossible_input_is_refused():
-    drafter = ClassicDrafter(CONFIG, corpus=Corpus(10_000, 32))
-    drafter.start(1, array([1, 2, 1]))
-    with pytest.raises(ValueError, match="sequence 1 is already running"):
-        drafter.start(1, array([1]))
-    with pytest.raises(ValueError, match="4,294,967,294"):
-        drafter.start(2, array([naive.SEPARATOR]))
-    with pytest.raises(ValueError, match="sequence 2 was not started"):
-        drafter.finish(2, array([]))
-    with pytest.raises(ValueError, match="was offered 0 tokens"):
-        drafter.draft(progress_of({1: [1]}, limit=1, verified=1))
-    with pytest.raises(ValueError, match="cost"):
-        drafter.draft(progress_of({1: [1]}, limit=1, cost=0.0))
-    assert drafter.stats.steps == drafter.stats.committed == 0
-
-
 def test_no_more_context_is_matched_than_the_corpus_has_in_its_keys():
     corpus = Corpus(10_000, 2)
     for request in ([9, 1, 2, 5], [8, 1, 2, 6], [8, 1, 2, 6]):
