@@ -24,11 +24,6 @@ from tests.strategies import array
 TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
 
 
-def test_new_counters_are_zero():
-    stats = Stats()
-    assert stats.steps == stats.committed == stats.hits == stats.verified == stats.accepted == 0
-
-
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_counters_add_up(shape):
     with drafter_of(draft_shape=shape) as drafter:
