@@ -11,9 +11,7 @@ from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
 from ssd.sequences.tables import MIN_ROWS
 from ssd.types import ROOT, Source
-from tests import naive
 from tests.replay import drafter_of, progress_of, replay_one
-from tests.ssd.corpora import text_of
 from tests.strategies import array
 
 TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
@@ -141,37 +139,6 @@ def test_a_finished_request_is_drafted_after_a_refresh(drafter):
     assert draft(drafter, 2) == [4, 5, 6, 7]
 
 
-def test_private_requests_are_not_drafted(drafter):
-    drafter.start(1, array([1, 2, 3]))
-    drafter.draft(progress_of({1: [4]}, limit=0))
-    drafter.finish(1, array([5, 6]), learn=False)
-    drafter.corpus.refresh()
-    assert drafter.corpus.tokens == 0
-    drafter.start(2, array([2, 3]))
-    assert draft(drafter, 2) == []
-
-
-def test_only_the_end_of_a_prompt_is_remembered():
-    with drafter_of(learned_prompt_tokens=2) as drafter:
-        drafter.start(1, array([1, 2, 3, 4]))
-        drafter.finish(1, array([5, 6]))
-        drafter.corpus.refresh()
-        assert drafter.corpus.tokens == len([3, 4, 5, 6, naive.SEPARATOR])
-        drafter.start(2, array([1]))
-        assert draft(drafter, 2) == []
-        assert draft(drafter, 2, [2, 3]) == [4, 5, 6]
-
-
-@pytest.mark.parametrize("learned_prompt_tokens", [2, 100])
-def test_hints_are_not_remembered(learned_prompt_tokens):
-    with drafter_of(learned_prompt_tokens=learned_prompt_tokens) as drafter:
-        drafter.start(1, array([1, 2, 3]), hints=array([20, 21, 22, 23]))
-        drafter.finish(1, array([5, 6]))
-        drafter.corpus.refresh()
-        remembered = [1, 2, 3, 5, 6][-2 - learned_prompt_tokens :]
-        assert text_of(drafter.corpus).tolist() == [*remembered, naive.SEPARATOR]
-
-
 def test_drafts_respect_both_limits():
     with drafter_of(max_draft=3) as drafter:
         drafter.start(1, array([1, 2, 3, 4, 5, 6, 1, 2]))
@@ -191,26 +158,6 @@ def test_the_next_turn_of_a_session_drafts_as_if_it_were_new(drafter):
     drafter.start(2, prompt, session_id="chat")
     drafter.start(3, prompt)
     assert draft(drafter, 2, limit=5) == draft(drafter, 3, limit=5) == TEXT[20:25].tolist()
-
-
-def test_a_turn_with_a_changed_history_does_not_draft_from_the_old_one(drafter):
-    drafter.start(1, array([1, 2, 3, 4, 5, 6]), session_id="chat")
-    drafter.finish(1, array([7, 8]), learn=False)
-    drafter.start(2, array([1, 2, 9, 4]), session_id="chat")
-    assert draft(drafter, 2) == []
-    assert draft(drafter, 2, [2], limit=5) == [9, 4, 2, 9, 4]
-
-
-def test_sessions_share_no_text_with_others_or_while_they_run(drafter):
-    drafter.start(1, array([1, 2, 3]), session_id="one")
-    drafter.start(2, array([1, 2]), session_id="one")
-    drafter.start(3, array([1, 2]), session_id="two")
-    drafter.start(4, array([1, 2]))
-    assert [draft(drafter, number) for number in (2, 3, 4)] == [[], [], []]
-    for number in (1, 2, 3, 4):
-        drafter.finish(number, array([]), learn=False)
-    drafter.start(5, array([1]), session_id="two")
-    assert draft(drafter, 5) == []
 
 
 @pytest.mark.parametrize(("setting", "two", "none"), [("idle_sessions", 2, 0), ("idle_tokens", 700, len(TEXT) - 1)])

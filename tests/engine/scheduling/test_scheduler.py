@@ -10,8 +10,9 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine
 from tests.engine.workload import Workload
+from tests.strategies import examples
 
-WORKLOADS = 30
+WORKLOADS = examples(20).max_examples
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The corpus under concurrent readers, its maintainer thread, and arguments that it refuses.
 
-Corpora are tiny here and merged in tiny slices. tests.ssd.corpus.test_machine compares whole histories with lists.
+Corpora are tiny here and merged in tiny slices. tests.ssd.corpus.test_history compares whole histories with lists.
 """
 
 import math

@@ -32,7 +32,7 @@ def evidence(tier):
 )
 @examples(100)
 def test_output_without_room_is_left_out(events, blocks):
-    """Two requests, of which all tokens differ; ample room is that of tests.ssd.corpus.test_machine."""
+    """Two requests, of which all tokens differ; ample room is that of tests.ssd.corpus.test_history."""
     tier, running, tokens, numbers = LiveTier(blocks, DEPTH), {}, iter(range(100_000)), iter(range(1000))
     for event, owner in [*events, ("merge", 0)]:
         run = [next(tokens) for _ in range(5)]
@@ -174,17 +174,6 @@ def test_running_output_is_drafted_by_others():
         assert draft(drafter, 2, [4, 5]) == [6, 7]
 
 
-def test_drafters_that_share_a_corpus_draft_from_each_other():
-    with drafter_of() as one:
-        another = type(one)(one.config, corpus=one.corpus)
-        one.start(1, array([1, 2, 3]))
-        another.start(1, array([2, 3]))
-        draft(one, 1, [4, 5])
-        one.corpus.refresh()
-        assert draft(another, 1) == [4, 5]
-        another.close()
-
-
 @pytest.mark.parametrize("committed", [0, 2])
 def test_output_from_before_others_started_is_drafted_without_a_gap(committed):
     text = np.arange(15, dtype=np.uint32)
@@ -229,18 +218,6 @@ def test_a_long_running_output_is_drafted_completely(size):
             drafter.finish(3, array([]), learn=False)
 
 
-def test_the_output_of_a_cancelled_request_is_removed():
-    with drafter_of() as drafter:
-        drafter.start(1, array([1, 2, 3]))
-        drafter.start(2, array([2, 3]))
-        draft(drafter, 1, [4, 5, 6])
-        drafter.corpus.refresh()
-        assert draft(drafter, 2) == [4, 5, 6]
-        drafter.finish(1, array([]), learn=False)
-        drafter.corpus.refresh()
-        assert draft(drafter, 2) == []
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -262,19 +239,6 @@ def test_every_change_wakes_the_maintainer(change):
         each(corpus)
         assert refreshed.wait(5)
     corpus.close()
-
-
-def test_closing_a_drafter_ends_its_requests():
-    with drafter_of() as drafter:
-        another = type(drafter)(drafter.config, corpus=drafter.corpus)
-        another.start(1, array([1, 2, 3]))
-        drafter.start(2, array([2, 3]))
-        draft(another, 1, [4, 5, 6])
-        drafter.corpus.refresh()
-        assert draft(drafter, 2) == [4, 5, 6]
-        another.close()
-        drafter.corpus.refresh()
-        assert draft(drafter, 2) == []
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.sampled_from(["path", "tree"]))

@@ -1,4 +1,4 @@
-"""The log of requests: hashes of ids, and its size; tests.ssd.corpus.test_machine compares it with a list."""
+"""The log of requests: hashes of ids, and its size; tests.ssd.corpus.test_history compares it with a list."""
 
 import pytest
 

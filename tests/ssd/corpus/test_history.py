@@ -13,9 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ssd.corpus import index, live, merge, tier
 from ssd.corpus.corpus import Corpus
@@ -27,11 +24,11 @@ from ssd.corpus.view import LIVE
 from ssd.kernels.match import REACH, TIER_TEXT
 from tests import naive
 from tests.ssd.corpora import DEPTH, assert_whole, evidence_in, evidence_of, text_of, tiny_slices
-from tests.strategies import ALPHABETS, array, examples
+from tests.strategies import LARGEST, array, examples
 
-NAMES = st.sampled_from([None, "a", "b"])
-TAGS = st.sampled_from([NO_TAG, NO_TAG, 5, 7 + 256])
-CAPACITIES = st.sampled_from([256, 300, 420])
+ALPHABETS = [(7,), (0, 1), (0, 1, 2), (3, 255, 256, 65_536, LARGEST), tuple(range(40))]
+TAGS = [NO_TAG, NO_TAG, 5, 7 + 256]
+CAPACITIES = [256, 300, 420]
 STEPS = [
     (index.Index, "_make_view"),
     (index, "Merge"),
@@ -76,115 +73,122 @@ class Running:
     is_shown: bool = True
 
 
-class CorpusMachine(RuleBasedStateMachine):
-    @initialize(alphabet=ALPHABETS, capacity=CAPACITIES)
-    def begin(self, alphabet, capacity):
-        self.patches = pytest.MonkeyPatch()
-        self.tiny = tiny_slices()
-        self.tiny.__enter__()
-        self.patches.setattr(tier.Tier, "wait_until_unread", no_waiting(tier.Tier.wait_until_unread))
-        self.now, self.alphabet = 1000.0, alphabet
-        self.corpus = Corpus(capacity, DEPTH, lambda: self.now)
+class History:
+    """A corpus, and lists of what it should contain."""
+
+    EVENTS = (
+        *("append",) * 8, "forget", "forget_older_than", *("start",) * 2, *("extend",) * 4, "skip", "end", "hide",
+        *("refresh",) * 4, *("refresh_after_a_failure",) * 8, *("settle",) * 2, "restore", *("search",) * 2,
+    )  # fmt: skip
+
+    def __init__(self, seed):
+        self.rng, self.now = np.random.default_rng(seed), 1000.0
+        self.alphabet = ALPHABETS[seed % len(ALPHABETS)]
+        self.corpus = Corpus(int(self.rng.choice(CAPACITIES)), DEPTH, lambda: self.now)
         self.text = []
         """All text since the corpus was made or loaded, with separators in place of what was forgotten."""
         self.readable = 0
         """The first position that must be indexed if nothing was removed since."""
         self.requests, self.waiting, self.forgets, self.running = [], [], [], []
-        self.errors, self.is_refreshed = [], True
+        self.errors, self.seen = [], Counter()
 
-    def teardown(self):
-        if hasattr(self, "patches"):
-            self.tiny.__exit__(None, None, None)
-            self.patches.undo()
+    def run(self, steps=60):
+        for _ in range(steps):
+            getattr(self, str(self.rng.choice(self.EVENTS)))()
+        self.seen["base merges"] += self.corpus.times.base_merges
+        self.seen["full builds"] += self.corpus.times.full_builds
+        return self.seen
 
-    def tokens(self, data, most):
-        return data.draw(st.lists(st.sampled_from(self.alphabet), max_size=most))
+    def tokens(self, most):
+        return self.rng.choice(self.alphabet, self.rng.integers(most + 1)).tolist()
 
-    @rule(data=st.data(), number=st.integers(1, 6), name=NAMES, tag=TAGS)
-    def append(self, data, number, name, tag):
-        for tokens in [self.tokens(data, 28) for _ in range(number)]:
-            given, self.now = array(tokens), self.now + 1
+    def any_running(self):
+        return self.running[self.rng.integers(len(self.running))] if self.running else None
+
+    def append(self):
+        name, tag = self.rng.choice([None, "a", "b", "c"]), int(self.rng.choice(TAGS))
+        # Of more waiting text than the capacity, the oldest would be left out.
+        for _ in range(self.rng.integers(1, 7) if self.corpus.waiting < 80 else 0):
+            tokens, self.now = self.tokens(28), self.now + 1
+            given = array(tokens)
             assert self.corpus.append(given, name, tag)
             given[:] = 77  # The caller may use its array again.
             if tokens:
                 self.waiting.append(Request(tokens, name, self.now, tag))
-        self.is_refreshed = False
 
-    @rule(seconds=st.integers(1, 5))
-    def wait(self, seconds):
-        self.now += seconds
-
-    @rule(name=st.sampled_from(["a", "b", "unknown"]))
-    def forget(self, name):
+    def forget(self):
+        name = str(self.rng.choice(["a", "b", "unknown"]))
         self.forgotten((name, 0.0), self.corpus.forget(name))
 
-    @rule(age=st.integers(0, 20))
-    def forget_older_than(self, age):
+    def forget_older_than(self):
+        age = int(self.rng.integers(60))
         self.forgotten((None, self.now - age), self.corpus.forget_older_than(age))
 
     def forgotten(self, forget, command):
         here = [each for each in self.waiting if each.is_matched(forget)]
         self.waiting = [each for each in self.waiting if each not in here]
         self.forgets.append((forget, command, len(here)))
-        self.is_refreshed = False
+        self.seen["waiting forgotten"] += len(here)
 
-    @rule(data=st.data(), is_shown=st.booleans(), tag=TAGS)
-    def start(self, data, is_shown, tag):
-        prefix = self.tokens(data, 2 * DEPTH)
-        owner = self.corpus.start_running(array(prefix) if is_shown else None, tag)
+    def start(self):
+        prefix, is_shown = self.tokens(2 * DEPTH), bool(self.rng.random() < 0.8)
+        owner = self.corpus.start_running(array(prefix) if is_shown else None, int(self.rng.choice(TAGS)))
         self.running.append(Running(owner, prefix, is_shown=is_shown))
-        self.is_refreshed = False
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), repeats=st.sampled_from([1, 1, 1, 40]))
-    def extend(self, data, repeats):
-        runs = [self.tokens(data, 12) * repeats for _ in self.running]
+    def extend(self):
+        runs = [self.tokens(12) * int(self.rng.choice([1, 1, 1, 30])) for _ in self.running]
         offsets = np.cumsum([0, *map(len, runs)]).astype(np.uint32)
-        owners = np.array([each.owner for each in self.running])
+        owners = np.array([each.owner for each in self.running], np.int64)
         self.corpus.extend_running(owners, array([token for run in runs for token in run]), offsets)
         for each, run in zip(self.running, runs, strict=True):
             each.output += run
-        self.is_refreshed = False
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), at=st.integers(0, 9))
-    def skip(self, data, at):
-        each, gap = self.running[at % len(self.running)], self.tokens(data, 2 * DEPTH)
-        each.skipped.update(range(len(each.output), len(each.output) + len(gap)))
-        each.output += gap
-        self.corpus.skip_running(each.owner, array([*each.prefix, *each.output]))
-        self.is_refreshed = False
+    def skip(self):
+        if each := self.any_running():
+            gap = self.tokens(2 * DEPTH)
+            each.skipped.update(range(len(each.output), len(each.output) + len(gap)))
+            each.output += gap
+            self.corpus.skip_running(each.owner, array([*each.prefix, *each.output]))
 
-    @precondition(lambda self: self.running)
-    @rule(at=st.integers(0, 9), ends=st.booleans())
-    def end(self, at, ends):
-        each = self.running[at % len(self.running)]
-        if ends:
+    def end(self):
+        if each := self.any_running():
             self.corpus.end_running(each.owner)
             self.running.remove(each)
-        else:
+
+    def hide(self):
+        if each := self.any_running():
             self.corpus.hide_running(each.owner)
             each.is_shown = False
-        self.is_refreshed = False
 
-    @rule()
     def refresh(self):
         self.refreshed(self.corpus.refresh)
 
-    @rule(step=st.sampled_from(STEPS), call=st.integers(0, 2))
-    def refresh_after_a_failure(self, step, call):
+    def refresh_after_a_failure(self):
+        """Let any of the functions that a refresh calls fail once."""
+        calls, last = count(), int(self.rng.integers(8))
+
+        def failing(name, function):
+            def call_or_fail(*given):
+                if next(calls) == last:
+                    self.seen[name] += 1
+                    raise MemoryError
+                return function(*given)
+
+            return call_or_fail
+
         def refresh():
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(*step, failing_at(call, getattr(*step)))
+                for module, name in STEPS:
+                    patch.setattr(module, name, failing(name, getattr(module, name)))
                 try:
                     self.corpus.refresh()
                 except MemoryError as error:
                     self.errors.append(error)  # As a log handler keeps it.
                     self.corpus.refresh()
 
+        self.append()
         self.refreshed(refresh)
 
-    @rule()
     def settle(self):
         self.refreshed(self.corpus.refresh)
         while self.corpus.is_merging:
@@ -199,7 +203,8 @@ class CorpusMachine(RuleBasedStateMachine):
             matched = [each for each in self.requests if each.is_matched(forget)]
             counts.append(here + sum(each in known for each in matched))
             for each in matched:
-                self.text[each.first : each.end] = [naive.SEPARATOR] * (each.end - each.first)
+                own = range(max(0, each.first), max(0, each.end))
+                self.text[own.start : own.stop] = [naive.SEPARATOR] * len(own)
         kept = [each for each in self.requests if not any(each.is_matched(forget) for forget, *_ in self.forgets)]
         self.requests = [*kept, *self.waiting]
         for each in self.waiting:
@@ -208,11 +213,13 @@ class CorpusMachine(RuleBasedStateMachine):
         refresh()
         for (_, command, _), expected in zip(self.forgets, counts, strict=True):
             assert command.requests == expected
-        self.waiting, self.forgets, self.is_refreshed = [], [], True
+            self.seen["forgotten"] += expected
+        self.waiting, self.forgets = [], []
         self.check()
 
-    @rule(capacity=CAPACITIES)
-    def restore_from_a_snapshot(self, capacity):
+    def restore(self):
+        """Continue with a corpus of the same or another capacity that is loaded from a snapshot."""
+        capacity = int(self.rng.choice(CAPACITIES))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "corpus.ssd"
             self.refreshed(lambda: save(self.corpus, path))
@@ -221,10 +228,12 @@ class CorpusMachine(RuleBasedStateMachine):
         kept = text_of(self.corpus).tolist()
         assert len(kept) >= min(capacity, len(before))
         cut = len(self.text) - len(kept)
-        self.readable = 0 if had_room and len(kept) == len(before) else DEPTH
+        self.readable = self.readable if had_room and len(kept) == len(before) else DEPTH
         self.text, self.running = self.text[cut:], []
         for each in self.requests:
             each.first -= cut
+            if each.first < 0 < each.end:  # The corpus has only the rest of it.
+                each.tokens, each.first = each.tokens[-each.first :], 0
         self.check()
 
     def check(self):
@@ -262,11 +271,12 @@ class CorpusMachine(RuleBasedStateMachine):
         assert found == sum((evidence_of(*each) for each in shown), Counter())
         assert self.corpus.has_several_running == (len(self.running) > 1)
 
-    @precondition(lambda self: self.is_refreshed and not self.running and self.text)
-    @rule(data=st.data())
-    def search(self, data):
-        """Search for the end of a request, or for any tokens."""
-        text, context = text_of(self.corpus).tolist(), self.tokens(data, 2 * DEPTH)
+    def search(self):
+        """Search for a context, which running outputs would also match."""
+        self.refresh()
+        if self.running:
+            return
+        text, context = text_of(self.corpus).tolist(), self.tokens(2 * DEPTH)
         oldest = self.readable if self.corpus.state().oldest == 0 else DEPTH
         lengths = {
             position: naive.common_length(text, position, context, len(context), DEPTH)
@@ -276,6 +286,7 @@ class CorpusMachine(RuleBasedStateMachine):
         longest = max(lengths.values(), default=0)
         found = [position for position, length in lengths.items() if length == longest > 0]
         match = longest_match(self.corpus.view, array(context), DEPTH)
+        self.seen["found"] += len(found) > 0
         if len(found) < REACH:
             assert match == Match(longest, len(text) - found[-1] if found else -1)
         assert match.length == longest
@@ -294,17 +305,15 @@ def no_waiting(wait):
     return wait_or_fail
 
 
-def failing_at(call, function):
-    """Return `function`, which raises MemoryError at its call number `call`."""
-    calls = count()
-
-    def call_or_fail(*given):
-        if next(calls) == call:
-            raise MemoryError
-        return function(*given)
-
-    return call_or_fail
+@pytest.fixture(autouse=True)
+def tiny_parts(monkeypatch):
+    """Allow tiny corpora; the only thread must not wait for itself."""
+    monkeypatch.setattr(tier.Tier, "wait_until_unread", no_waiting(tier.Tier.wait_until_unread))
+    with tiny_slices():
+        yield
 
 
-TestCorpus = CorpusMachine.TestCase
-TestCorpus.settings = settings(examples(40), stateful_step_count=40)
+def test_a_corpus_equals_lists():
+    seen = sum((History(seed).run() for seed in range(examples(60).max_examples)), Counter())
+    events = ("base merges", "full builds", "forgotten", "waiting forgotten", "found", *(name for _, name in STEPS))
+    assert min(seen[event] for event in events) >= 10, seen
