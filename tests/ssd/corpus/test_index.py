@@ -127,12 +127,11 @@ def test_queues_are_bounded_while_merges_wait_for_a_reader(monkeypatch):
     accepted = [corpus.append(request) for request in some_requests(1000)]
     assert corpus.max_waiting == 200_000
     until = time.monotonic() + 60
-    extended = 0
-    while not corpus.times.dropped or extended <= 50:
+    while not corpus.times.dropped:
         assert time.monotonic() < until
         accepted += [corpus.append(request) for request in some_requests(100)]
-        corpus.extend_running(np.array([owner]), array([4]), array([0, 1]))
-        extended += 1
+        for _ in range(1000):  # Many more than a refresh applies.
+            corpus.extend_running(np.array([owner]), array([4]), array([0, 1]))
     assert corpus.times.dropped == accepted.count(False)
     assert corpus.waiting <= 200_100
     # Even now the maintainer can be stopped.
@@ -142,7 +141,7 @@ def test_queues_are_bounded_while_merges_wait_for_a_reader(monkeypatch):
     del held
     corpus.refresh()
     assert corpus.waiting == 0
-    assert corpus.times.live_gaps == 1
+    assert corpus.times.live_gaps > 0
     for number in range(20):
         assert corpus.append(some_requests(1, seed=number)[0])
     corpus.end_running(owner)
