@@ -201,23 +201,6 @@ def test_no_more_than_the_match_depth_of_earlier_output_is_published(missed, is_
         assert draft(drafter, 2, output[: missed + 1]) == output[missed + 1 :].tolist()
 
 
-@pytest.mark.parametrize("size", [BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 10])
-def test_a_long_running_output_is_drafted_completely(size):
-    output = np.arange(1000, 1000 + size)
-    with drafter_of() as drafter:
-        drafter.start(1, array([500]))
-        drafter.start(2, array([501]))
-        for part in np.array_split(output, 7):
-            draft(drafter, 1, part, limit=0)
-        drafter.corpus.refresh()
-        for at in range(1, size + 1):
-            drafter.start(3, array(output[max(0, at - 3) : at]))
-            drafts = draft(drafter, 3)
-            assert drafts == output[at : at + len(drafts)].tolist()
-            assert drafts or at == size
-            drafter.finish(3, array([]), learn=False)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -255,22 +238,6 @@ def test_a_request_does_not_use_its_own_text_in_the_live_tier(output, shape):
             return [drafts.tokens.tolist(), drafts.source.tolist(), drafts.accept_prob.tolist()]
 
     assert drafts(is_refreshed=True) == drafts(is_refreshed=False)
-
-
-@pytest.mark.parametrize("prefix", [DEPTH, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 44, 5 * BLOCK])
-def test_the_prefix_may_be_as_long_as_the_learned_prompt(prefix):
-    prompt = np.arange(1000, 3000, dtype=np.uint32)
-    with drafter_of(learned_prompt_tokens=prefix) as drafter:
-        for sequence_id in (1, 2, 3):
-            drafter.start(sequence_id, prompt + np.uint32(10_000 * sequence_id))
-        drafter.start(4, array([1]))
-        for step in range(2):
-            for sequence_id in (1, 2, 3):
-                draft(drafter, sequence_id, [100 * sequence_id + 2 * step, 100 * sequence_id + 2 * step + 1])
-            drafter.corpus.refresh()
-        for sequence_id in (1, 2, 3):
-            context = prompt[-3:] + 10_000 * sequence_id
-            assert draft(drafter, 4, context, limit=20) == [100 * sequence_id + token for token in range(4)]
 
 
 def test_a_step_copies_its_tokens():
