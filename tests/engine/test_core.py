@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.executor.kv_memory import default_kv_memory
 from engine.sampling.logprobs import compute_logprobs
@@ -18,7 +17,6 @@ from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
 from tests.engine.forward import prompt_logits
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
@@ -84,18 +82,6 @@ def test_greedy_output_equals_that_of_transformers(tmp_path):
         with torch.inference_mode():
             expected = reference.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)[0]
         assert outputs(engine, [request])[0] == expected[prompt.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", EMBEDDED)
-def test_outputs_do_not_depend_on_drafter_or_batch(model, plain, drafter, temperature, corpus_file):
-    config = config_of(drafter, corpus_file, capacity=10_000)
-    drafts = build_drafter(drafter, config, target_of(model.config), warn=pytest.fail)
-    engine = build_engine(model, CONFIG, drafts)
-    submitted = requests(12, temperature=temperature)
-    assert outputs(engine, submitted) == plain[temperature]
-    assert outputs(engine, submitted) == plain[temperature]  # now drafted from the corpus
-    engine.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -14,7 +14,7 @@ from ssd.types import ROOT
 from tests import naive
 from tests.replay import progress_of
 from tests.ssd.corpora import DEPTH, text_of
-from tests.strategies import array, examples
+from tests.strategies import array, assert_covered, examples
 
 COMMON = [1, 2, 3]
 IDLE_SESSIONS, IDLE_TOKENS = 2, 120
@@ -191,4 +191,4 @@ class History:
 
 def test_drafters_remember_and_show_what_they_should():
     seen = sum((History(seed).run() for seed in range(examples(60).max_examples)), Counter())
-    assert min(seen[event] for event in ("turn", "of others", "remembered")) > 100, seen
+    assert_covered(seen, ("turn", "of others", "remembered"), 100)

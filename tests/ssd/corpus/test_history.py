@@ -24,7 +24,7 @@ from ssd.corpus.view import LIVE
 from ssd.kernels.match import REACH, TIER_TEXT
 from tests import naive
 from tests.ssd.corpora import DEPTH, assert_whole, evidence_in, evidence_of, text_of, tiny_slices
-from tests.strategies import LARGEST, array, examples
+from tests.strategies import LARGEST, array, assert_covered, examples
 
 ALPHABETS = [(7,), (0, 1), (0, 1, 2), (3, 255, 256, 65_536, LARGEST), tuple(range(40))]
 TAGS = [NO_TAG, NO_TAG, 5, 7 + 256]
@@ -316,4 +316,4 @@ def tiny_parts(monkeypatch):
 def test_a_corpus_equals_lists():
     seen = sum((History(seed).run() for seed in range(examples(60).max_examples)), Counter())
     events = ("base merges", "full builds", "forgotten", "waiting forgotten", "found", *(name for _, name in STEPS))
-    assert min(seen[event] for event in events) >= 10, seen
+    assert_covered(seen, events, 10)
