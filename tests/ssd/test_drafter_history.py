@@ -7,8 +7,9 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 
-from ssd import DrafterConfig, SuffixDrafter
+from ssd import ClassicDrafter, DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
 from ssd.types import ROOT
 from tests import naive
@@ -56,14 +57,14 @@ class History:
 
     EVENTS = ("start",) * 5 + ("step",) * 7 + ("finish",) * 3 + ("forget", "forget_older_than") * 2 + ("refresh",) * 4
 
-    def __init__(self, seed):
+    def __init__(self, seed, kind):
         self.rng, self.now = np.random.default_rng(seed), 1000.0
         self.learned = int(self.rng.choice([0, 5, 1 << 20]))
         config = DrafterConfig(
             match_depth=DEPTH, learned_prompt_tokens=self.learned, idle_sessions=IDLE_SESSIONS, idle_tokens=IDLE_TOKENS,
             draft_shape=str(self.rng.choice(["path", "tree"])), cost=1e-4, max_draft=8,
         )  # fmt: skip
-        self.drafter = SuffixDrafter(config, corpus=Corpus(5000, DEPTH, lambda: self.now))
+        self.drafter = kind(config, corpus=Corpus(5000, DEPTH, lambda: self.now))
         self.corpus = self.drafter.corpus
         self.running, self.idle, self.last, self.remembered, self.started = {}, OrderedDict(), {}, [], 0
         self.visible = set()
@@ -189,6 +190,7 @@ class History:
         assert {*slots[slots[:, 1] > 0, 0].tolist()} <= self.visible
 
 
-def test_drafters_remember_and_show_what_they_should():
-    seen = sum((History(seed).run() for seed in range(examples(60).max_examples)), Counter())
-    assert_covered(seen, ("turn", "of others", "remembered"), 100)
+@pytest.mark.parametrize("kind", [SuffixDrafter, ClassicDrafter])
+def test_drafters_remember_and_show_what_they_should(kind):
+    seen = sum((History(seed, kind).run() for seed in range(examples(50).max_examples)), Counter())
+    assert_covered(seen, ("turn", "of others", "remembered"), 50)
