@@ -264,21 +264,6 @@ def counted_tokens(corpus):
     return {*corpus.fallback.arrays.slots[:, 0].tolist()} - {0}
 
 
-def test_forgetting_removes_counted_tokens():
-    clock = Clock()
-    corpus = Corpus(CAPACITY, 32, clock)
-    with drafter_on(corpus) as drafter:
-        replay_surprises(drafter, 20, [5, 6, SECRET], request_id="mine")
-        assert SECRET in counted_tokens(corpus)
-        drafter.forget("mine")
-        # The request still runs, but its tokens are not counted any more.
-        drafter.corpus.refresh()
-        assert counted_tokens(corpus) == set()
-        drafter.draft(progress_of({1: [900]}, limit=8))
-        drafter.draft(progress_of({1: [SECRET]}, limit=0))
-        assert counted_tokens(corpus) == set()
-
-
 def test_counted_tokens_are_removed_by_age_only_if_some_are_older():
     clock = Clock()
     corpus = Corpus(CAPACITY, 32, clock)
