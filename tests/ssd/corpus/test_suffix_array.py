@@ -107,11 +107,6 @@ def test_merging_in_slices_keeps_the_order_and_removes_old_positions(data):
     assert merged == naive.merged(order, added, places, oldest, alive, slots)
 
 
-def test_positions_across_the_end_of_the_ring_are_kept():
-    merged = merged_by_kernel([9, 0, 5, 1], [8], [2], oldest=8, alive=4, slots=10, budgets=[1000])
-    assert merged == [9, 0, 8, 1]
-
-
 @given(st.lists(st.sampled_from([1, 2, naive.SEPARATOR]), min_size=1, max_size=40), st.data())
 def test_usable_positions_follow_a_token(slots, data):
     first = data.draw(st.integers(0, len(slots) - 1))
