@@ -24,9 +24,8 @@ from ssd.corpus.view import LIVE
 from ssd.kernels.match import REACH, TIER_TEXT
 from tests import naive
 from tests.ssd.corpora import DEPTH, assert_whole, evidence_in, evidence_of, text_of, tiny_slices
-from tests.strategies import LARGEST, array, assert_covered, examples
+from tests.strategies import TOKEN_SETS, array, assert_covered, examples
 
-ALPHABETS = [(7,), (0, 1), (0, 1, 2), (3, 255, 256, 65_536, LARGEST), tuple(range(40))]
 TAGS = [NO_TAG, NO_TAG, 5, 7 + 256]
 CAPACITIES = [256, 300, 420]
 STEPS = [
@@ -83,7 +82,7 @@ class History:
 
     def __init__(self, seed):
         self.rng, self.now = np.random.default_rng(seed), 1000.0
-        self.alphabet = ALPHABETS[seed % len(ALPHABETS)]
+        self.alphabet = TOKEN_SETS[seed % len(TOKEN_SETS)]
         self.corpus = Corpus(int(self.rng.choice(CAPACITIES)), DEPTH, lambda: self.now)
         self.text = []
         """All text since the corpus was made or loaded, with separators in place of what was forgotten."""
