@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz peers evidence dist docs lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test test-fast hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz peers evidence dist docs lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,12 @@ $(LIBRARY): $(READY)
 test: $(READY) ## run the tests (about 10 minutes)
 	@echo "running the tests (about 10 minutes)"
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# The core: drafts, corpus, and the engine's scheduling, verification and sampling.
+FAST_TESTS := tests/ssd tests/engine/scheduling tests/engine/speculation tests/engine/sampling tests/test_structure.py tests/test_public_api.py
+
+test-fast: $(READY) ## run the tests of the core with fewer random examples (less than a minute)
+	@HYPOTHESIS_PROFILE=fast $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(FAST_TESTS)
 
 HOSTS := build/hosts
 HOSTS_PIP := $(HOSTS)/bin/python -m pip --disable-pip-version-check install --quiet

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("project", derandomize=True, deadline=None, max_examples=200)
+settings.register_profile("fast", derandomize=True, deadline=None, max_examples=40)
 settings.register_profile("fuzz", deadline=None, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -38,11 +37,6 @@ def common_length(text: Sequence[int], position: int, other_text: Sequence[int],
 def usable_positions(text: Sequence[int]) -> list[int]:
     """Return the positions that follow a token and are followed by something."""
     return [position for position in range(1, len(text)) if text[position - 1] != SEPARATOR]
-
-
-def place_of(text: Sequence[int], order: Sequence[int], other_text: Sequence[int], other: int, depth: int) -> int:
-    """Return where a position of another text belongs in sorted positions: after all keys that are not greater."""
-    return bisect_right(order, key(other_text, other, depth), key=lambda position: key(text, position, depth))
 
 
 def merged(

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.registry import build_drafter
-from engine.engine import Engine, build_engine
-from engine.executor.build import Executors
+from engine.engine import build_engine
 from engine.executor.kv_memory import default_kv_memory
 from engine.sampling.logprobs import compute_logprobs
 from engine.scheduling.request import FinishReason, Request, SamplingParams
@@ -19,7 +17,6 @@ from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
 from tests.engine.forward import prompt_logits
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
@@ -88,69 +85,10 @@ def test_greedy_output_equals_that_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", EMBEDDED)
-def test_outputs_do_not_depend_on_drafter_or_batch(model, plain, drafter, temperature, corpus_file):
-    config = config_of(drafter, corpus_file, capacity=10_000)
-    drafts = build_drafter(drafter, config, target_of(model.config), warn=pytest.fail)
-    engine = build_engine(model, CONFIG, drafts)
-    submitted = requests(12, temperature=temperature)
-    assert outputs(engine, submitted) == plain[temperature]
-    assert outputs(engine, submitted) == plain[temperature]  # now drafted from the corpus
-    engine.close()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_wrong_drafts_do_not_change_outputs(model, plain, temperature):
     rng = np.random.default_rng(0)
     engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: rng.integers(0, VOCAB, rng.integers(0, 7))))
     assert outputs(engine, requests(12, temperature=temperature)) == plain[temperature]
-
-
-def scripted_by(submitted, answers, *, wrong_every=0):
-    """A drafter of right tokens, except that every `wrong_every`-th token is wrong."""
-
-    def script(sequence_id, length):
-        start = length - len(submitted[sequence_id].prompt)
-        draft = list(answers[sequence_id][start : start + 6])
-        if wrong_every:
-            draft = [t if (start + i) % wrong_every else (t + 1) % VOCAB for i, t in enumerate(draft)]
-        return draft
-
-    return ScriptedDrafter(script)
-
-
-@pytest.mark.parametrize("wrong_every", [0, 3, 4])
-def test_drafts_are_accepted_up_to_the_first_wrong_token(model, plain, wrong_every):
-    submitted = requests(12)
-    engine = build_engine(model, CONFIG, scripted_by(submitted, plain[0.0], wrong_every=wrong_every))
-    completions = engine.generate(submitted)
-    assert [completion.tokens.tolist() for completion in completions] == plain[0.0]
-    for completion in completions:
-        if wrong_every == 0:
-            assert completion.steps <= -(-len(completion.tokens) // 7)
-            assert completion.accepted == completion.drafted
-        else:
-            assert completion.accepted < completion.drafted
-
-
-@pytest.mark.parametrize("max_draft", [0, 4, 5, 6])
-def test_outputs_end_with_the_end_token(model, max_draft):
-    """An output ends with the first end token, also in the middle of a draft."""
-    request = requests(1)[0]
-    [full] = outputs(build_engine(model, CONFIG, NoDrafter()), [request])
-    end = full[len(full) // 2]
-    first = full.index(end)
-    config = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=max_draft)
-    drafter = scripted_by([request], [full])
-    engine = build_engine(model, config, drafter)
-    executors = Executors(engine._executor, engine.scheduler.pages)
-    ending = Engine(replace(model.config, eos_token_ids=(end,)), config, executors, drafter)
-    [completion] = ending.generate([replace(request, sampling=replace(request.sampling, logprobs=0))])
-    assert completion.tokens.tolist() == full[: first + 1]
-    assert completion.finish_reason is FinishReason.STOP
-    # Each step adds one token to the accepted ones, except the last if the output ends within its draft.
-    assert completion.steps - 1 <= len(completion.tokens) - completion.accepted <= completion.steps
-    assert len(completion.logprobs.tokens) == len(completion.tokens)
 
 
 def test_prompts_with_log_probabilities_are_computed_again(model):

@@ -134,21 +134,6 @@ def test_outputs_with_a_grammar_equal_those_of_merged_models(folder, updates, dr
     engine.close()
 
 
-def test_adapters_are_loaded_within_the_bound(folder, updates, merged):
-    engine = new_engine(folder, size=1)
-    running = []
-
-    def observe(_):
-        engine.scheduler.check_integrity()
-        running.append({sequence.request.adapter for sequence in engine.scheduler.running} - {None})
-
-    completions = engine.generate(mixed_requests(), observe)
-    assert [completion.tokens.tolist() for completion in completions] == merged
-    assert max(map(len, running)) == 1
-    assert engine.scheduler._adapters.loaded == ["third"]
-    engine.close()
-
-
 def test_preempted_sequences_keep_their_adapter(folder, merged):
     config = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6, watermark=0.0)
     engine = new_engine(folder, config=config)
@@ -158,14 +143,6 @@ def test_preempted_sequences_keep_their_adapter(folder, merged):
     assert [completion.tokens.tolist() for completion in completions] == merged
     assert engine.scheduler.preemptions > 0
     pages.free(taken)
-    engine.close()
-
-
-def test_prompts_are_cached_for_each_adapter(folder, updates):
-    engine = new_engine(folder)
-    for name in (None, *ADAPTERS):
-        first, second = (engine.generate([requests(name)[0]])[0] for _ in range(2))
-        assert (first.cached_tokens, second.cached_tokens) == (0, 48)
     engine.close()
 
 
@@ -228,25 +205,6 @@ def test_an_adapter_is_read_while_steps_run(folder, updates, merged, monkeypatch
     while engine.scheduler.has_work:
         found |= engine.step().finished
     assert [found[each].tokens.tolist() for each in (running, waiting, later)] == [*merged[:2], merged[0]]
-    engine.close()
-
-
-def test_a_request_passes_one_that_waits_for_a_slot(folder, updates, merged):
-    """`second` gets the only slot when the running sequence of `first` ends, although more of `first` have arrived."""
-    engine = new_engine(folder, size=1)
-    ids = {"first": engine.add(requests("first")[0])}
-    engine.step()
-    ids |= {name: engine.add(requests(name)[0]) for name in ("second", None)}
-    order, found = [], {}
-    while ids["second"] not in found:
-        engine.add(requests("first", max_tokens=4)[0])
-        report = engine.step()
-        engine.scheduler.check_integrity()
-        order += report.finished
-        found |= report.finished
-    assert order == [ids["first"], ids[None], ids["second"]]
-    assert [found[ids[name]].tokens.tolist() for name in (None, "first", "second")] == merged[:3]
-    run_to_end(engine)
     engine.close()
 
 

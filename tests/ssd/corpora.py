@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from ssd.corpus import index, merge, ring
+from ssd.corpus import index, merge, ring, snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import PAD, SEPARATOR
 from ssd.corpus.view import FROZEN
 from ssd.types import Drafter
+from tests import naive
 from tests.replay import progress_of
+from tests.ssd.addresses import uint32_at
 
 DEPTH = 8
 
@@ -22,7 +25,8 @@ DEPTH = 8
 def tiny_slices() -> Iterator[None]:
     """Return a context in which corpora may be tiny and are merged in tiny slices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "MIN_CAPACITY", 2 * PAD)
+        for module in (ring, snapshot):
+            patch.setattr(module, "MIN_CAPACITY", 2 * PAD)
         patch.setattr(index, "MIN_GAP", 128)
         patch.setattr(merge, "PLACES_AT_ONCE", 7)
         patch.setattr(merge, "COPIED_AT_ONCE", 50)
@@ -64,10 +68,11 @@ def holds(corpus: Corpus, run: np.ndarray) -> bool:
     return run.tobytes() in corpus.state().ring.slots.tobytes()
 
 
-def assert_whole(corpus: Corpus) -> None:
+def assert_whole(corpus: Corpus, readable: int = DEPTH) -> None:
     """Check that each usable position is in exactly one suffix array, and that all of them are sorted.
 
-    The oldest positions may be missing, since the text before them may be overwritten.
+    Positions whose keys reach into removed text are missing. readable: the first position of a corpus from which no
+    text was removed that must be there; those of a snapshot may lack the first ones.
     """
     state, (tiers, _, ring) = corpus.state(), corpus.view.arrays
     slots, oldest, head = state.ring.capacity, int(ring[1]), int(ring[2])
@@ -76,15 +81,38 @@ def assert_whole(corpus: Corpus) -> None:
     usable = positions[padded[PAD + positions % slots - 1] != SEPARATOR]
     orders = [order.positions.astype(np.int64) for order in corpus.view.suffix_arrays[: FROZEN + 2]]
     found = np.sort(oldest + (np.concatenate(orders) - oldest) % slots)
-    assert np.array_equal(found[found >= oldest + corpus.depth], usable[usable >= oldest + corpus.depth])
+    least = oldest + corpus.depth if oldest else readable
+    assert np.array_equal(found[found >= least], usable[usable >= least])
     assert np.isin(found, usable).all()
-    assert oldest == 0 or len(found) == 0 or found[0] >= oldest + corpus.depth
+    assert oldest == 0 or len(found) == 0 or found[0] >= least
     assert tiers[: FROZEN + 2, 2].tolist() == [len(order) for order in orders]
     for order in orders:
         keys = np.stack([padded[PAD + order - 1 - depth] for depth in range(corpus.depth)], axis=1).astype(np.int64)
         behind_end = np.cumsum(keys == SEPARATOR, axis=1) - (keys == SEPARATOR) > 0
         keys = np.where(behind_end, -1, keys)
         assert (np.lexsort(keys.T[::-1]) == np.arange(len(keys))).all()
+
+
+def evidence_in(positions: np.ndarray, address: int) -> Counter:
+    """Return the positions of a live tier as counts of (key, next token), after checking that they are sorted.
+
+    address: of the tier's text.
+    """
+    order = positions.tolist()
+    text = uint32_at(address, max(order, default=0) + 1).tolist()
+    keys = [naive.key(text, position, DEPTH) for position in order]
+    assert keys == sorted(keys)
+    return Counter((tuple(key), text[position]) for key, position in zip(keys, order, strict=True))
+
+
+def evidence_of(prefix: Sequence[int], produced: Sequence[int], hidden: Container[int] = ()) -> Counter:
+    """Return the expected counts for a request's output after its prefix; hidden: indices of skipped tokens."""
+    text = [naive.SEPARATOR, *prefix, *produced]
+    return Counter(
+        (tuple(naive.key(text, position, DEPTH)), text[position])
+        for position in range(1 + len(prefix), len(text))
+        if text[position - 1] != naive.SEPARATOR and position - 1 - len(prefix) not in hidden
+    )
 
 
 def drafts_of(drafter: Drafter, requests: list[np.ndarray], prompt: int = 20, limit: int = 16) -> list[list[object]]:

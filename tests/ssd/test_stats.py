@@ -24,11 +24,6 @@ from tests.strategies import array
 TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
 
 
-def test_new_counters_are_zero():
-    stats = Stats()
-    assert stats.steps == stats.committed == stats.hits == stats.verified == stats.accepted == 0
-
-
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_counters_add_up(shape):
     with drafter_of(draft_shape=shape) as drafter:
@@ -74,28 +69,6 @@ def test_tokens_are_counted_by_source_position_and_age():
         # Each token is followed by 3 to 10 of the 30 tokens, separators included: ages of 2 to 4 bits.
         assert counters.by_age[2:5].sum(axis=0).tolist() == [3, 2]
         assert counters.calibration[:, PREDICTED].sum() == pytest.approx(np.cumprod(drafts.accept_prob).sum(), rel=1e-4)
-
-
-def test_tokens_are_not_counted_as_accepted_because_those_of_the_last_draft_were():
-    with drafter_of([[1, 2, 3, 4, 5, 6, 7]] * 3, cost=0.001) as drafter:
-        drafter.start(1, array([1, 2]))
-        assert drafter.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [3, 4]
-        assert drafter.draft(progress_of({1: [3, 4, 5]}, limit=2, verified=2)).tokens.tolist() == [6, 7]
-        drafter.draft(progress_of({1: [9]}, limit=0, verified=2))
-        assert (drafter.stats.verified, drafter.stats.accepted) == (4, 2)
-
-
-def test_unverified_tokens_are_not_counted():
-    with drafter_of([[1, 2, 3, 4, 5, 6]] * 3, cost=0.001) as drafter:
-        drafter.start(1, array([1, 2]))
-        assert len(drafter.draft(progress_of({1: []}, limit=3)).tokens) == 3
-        drafter.draft(progress_of({1: [3]}, limit=3, verified=1))
-        assert (drafter.stats.verified, drafter.stats.accepted) == (1, 1)
-        drafter.draft(progress_of({1: [4, 5]}, limit=3, verified=0))
-        assert (drafter.stats.steps, drafter.stats.hits, drafter.stats.verified) == (2, 1, 1)
-        # Without committed tokens there is no step.
-        drafter.draft(progress_of({1: []}, limit=3))
-        assert drafter.stats.steps == 2
 
 
 def test_tokens_of_several_steps_are_counted():

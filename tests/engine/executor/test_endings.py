@@ -70,12 +70,14 @@ def test_outputs_end_at_any_place_of_a_draft(ending, right, in_flight):
             "stop token": (6, {"stop_token_ids": (6,)}), "stop string": ("gh", {"stop": ("gh", "h")}),
             "length": (None, {"max_tokens": size}), "end token": (None, {}),
         }[ending]  # fmt: skip
+        fields["logprobs"] = 0 if place % 3 == 0 else None  # The host needs logits, so another route is taken.
         requests = Request(np.ones(3, np.uint32), SamplingParams(**fields), recorded=record), other
         engine = engine_for(right, requests, [record.tolist(), expected], in_flight=in_flight)
         stopped, whole = engine.generate(requests)
         assert (stopped.tokens.tolist(), stopped.stop_reason) == (record[:size].tolist(), stop)
         assert stopped.finish_reason is (FinishReason.LENGTH if ending == "length" else FinishReason.STOP)
         assert stopped.text == (decode(record[: size - 2]) if ending == "stop string" else None)
+        assert stopped.logprobs is None or len(stopped.logprobs.tokens) == size
         assert whole.tokens.tolist() == expected
         check_nothing_is_held(engine)
 

@@ -21,9 +21,12 @@ from tests.engine.test_core import CONFIG, ScriptedDrafter, outputs, requests
 
 @pytest.fixture(scope="module")
 def plain(model):
-    """Outputs without drafts, by temperature."""
+    """Outputs without drafts, one request at a time, by temperature."""
     engine = build_engine(model, CONFIG, NoDrafter())
-    return {temperature: outputs(engine, requests(6, temperature=temperature)) for temperature in (0.0, 1.0)}
+    return {
+        temperature: [outputs(engine, [request])[0] for request in requests(6, temperature=temperature)]
+        for temperature in (0.0, 1.0)
+    }
 
 
 @pytest.fixture
@@ -42,12 +45,13 @@ def make_drafter(request, monkeypatch):
     return make
 
 
+@pytest.mark.parametrize("in_flight", [None, 1])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", WITHOUT_WEIGHTS)
-def test_outputs_do_not_depend_on_the_drafter_with_the_graph_executor(model, plain, make_drafter, kind, temperature):
+def test_outputs_do_not_depend_on_drafter_batch_or_executor(model, plain, make_drafter, kind, temperature, in_flight):
+    config, submitted = replace(CONFIG, in_flight=in_flight), requests(6, temperature=temperature)
     drafter = make_drafter(kind, model.config)
-    submitted = requests(6, temperature=temperature)
-    with closing(build_engine(model, replace(CONFIG, in_flight=1), drafter, has_budget=temperature == 1)) as engine:
+    with closing(build_engine(model, config, drafter, has_budget=temperature == 1)) as engine:
         assert outputs(engine, submitted) == plain[temperature]
         again = engine.generate(submitted)
     assert [completion.tokens.tolist() for completion in again] == plain[temperature]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduling import page_hashes
-from engine.scheduling.page_hashes import PageHashes, hash_pages, salt_hash
+from engine.scheduling.page_hashes import PageHashes, hash_pages
 
 SIZE = 4
 TEXTS = st.lists(st.integers(0, 1), min_size=SIZE, max_size=4 * SIZE)
@@ -97,7 +97,3 @@ def test_hashes_depend_on_a_key_of_the_process(monkeypatch):
     before = PageHashes("").of(tokens, 2, SIZE).tolist()
     monkeypatch.setattr(page_hashes, "KEY", page_hashes.KEY + 1)
     assert PageHashes("").of(tokens, 2, SIZE).tolist() != before
-
-
-def test_hashes_of_a_salt_and_of_an_adapter_with_the_same_bytes_differ():
-    assert salt_hash("a").tolist() != salt_hash("", "a").tolist() != salt_hash("", "").tolist()

@@ -113,13 +113,3 @@ def test_check_integrity_detects_lost_shared_and_unknown_pages():
     pool.arrays.places[:] = -1
     with pytest.raises(AssertionError, match="not found"):
         pool.check_integrity([pages, pages[:1]])
-
-
-def test_the_last_freed_page_is_evicted_first():
-    """A page is useless in the prefix cache without the pages before it."""
-    pool = PagePool(4, 8)
-    pages = pool.allocate(4)
-    pool.register(pages, hashes_of(*pages))
-    pool.free(pages)
-    assert pool.allocate(1).tolist() == pages[-1:].tolist()
-    assert find(pool, int(pages[0])) == pages[0]

@@ -84,27 +84,6 @@ def test_new_text_is_found_after_the_next_refresh():
             assert time.monotonic() < deadline
 
 
-def test_forgotten_and_private_requests_are_not_drafted():
-    drafter = classic_drafter()
-    drafter.start(1, array([1]), request_id="mine")
-    drafter.finish(1, array([2, 3]))
-    drafter.start(1, array([4]), learn=False)
-    drafter.finish(1, array([5, 6]))
-    drafter.corpus.refresh()
-    assert draft_after(drafter, [1]).tokens.tolist() == [2, 3]
-    drafter.finish(1, array([]), learn=False)
-    assert draft_after(drafter, [4]).tokens.tolist() == []
-    drafter.forget("mine")
-    drafter.corpus.refresh()
-    assert drafter.propose([1]).tokens.tolist() == []
-
-
-def test_a_committed_prefix_belongs_to_the_context():
-    drafter = classic_drafter([[7, 8, 9]])
-    drafter.start(1, array([1]), committed=array([7]))
-    assert drafter.draft(progress_of({1: [8]}, limit=4)).tokens.tolist() == [9]
-
-
 def test_a_corpus_of_the_suffix_drafter_is_drafted_from(tmp_path):
     with SuffixDrafter(DrafterConfig(capacity=10_000)) as suffix:
         suffix.start(1, array([1, 2]))
@@ -113,22 +92,6 @@ def test_a_corpus_of_the_suffix_drafter_is_drafted_from(tmp_path):
     loaded = snapshot.load(tmp_path / "corpus.ssd")
     assert (loaded.corpus.capacity, loaded.corpus.depth) == (10_000, 32)
     assert ClassicDrafter(corpus=loaded.corpus).propose([2]).tokens.tolist() == [3, 4]
-
-
-def test_impossible_input_is_refused():
-    drafter = ClassicDrafter(CONFIG, corpus=Corpus(10_000, 32))
-    drafter.start(1, array([1, 2, 1]))
-    with pytest.raises(ValueError, match="sequence 1 is already running"):
-        drafter.start(1, array([1]))
-    with pytest.raises(ValueError, match="4,294,967,294"):
-        drafter.start(2, array([naive.SEPARATOR]))
-    with pytest.raises(ValueError, match="sequence 2 was not started"):
-        drafter.finish(2, array([]))
-    with pytest.raises(ValueError, match="was offered 0 tokens"):
-        drafter.draft(progress_of({1: [1]}, limit=1, verified=1))
-    with pytest.raises(ValueError, match="cost"):
-        drafter.draft(progress_of({1: [1]}, limit=1, cost=0.0))
-    assert drafter.stats.steps == drafter.stats.committed == 0
 
 
 def test_no_more_context_is_matched_than_the_corpus_has_in_its_keys():

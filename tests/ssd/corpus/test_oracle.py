@@ -6,7 +6,7 @@ therefore have sorted keys, and only positions with equal keys may be in another
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ssd.corpus.merge import Merge, add_sorted
@@ -16,7 +16,7 @@ from ssd.corpus.tier import Tier
 from tests import naive
 from tests.ssd.addresses import Text
 from tests.ssd.corpora import tiny_slices
-from tests.strategies import array, requests
+from tests.strategies import LARGEST, array, requests
 
 library = pytest.importorskip("pydivsufsort", reason="pydivsufsort is not installed; the extra `dev` has it")
 
@@ -37,6 +37,12 @@ def assert_in_the_order_of_the_library(order, text, depth, oldest=0):
 
 
 @given(st.one_of(requests(), requests(max_size=40)), DEPTHS)
+@example([], 32)
+@example([[5]], 32)
+@example([[7] * 200], 32)
+@example([[7] * 20] * 20, 3)
+@example([[LARGEST, LARGEST - 1, LARGEST, LARGEST - 1]], 32)
+@example(np.random.default_rng(0).choice([1, 2, 2**31, LARGEST], (20, 80)).tolist(), 8)
 def test_sorting(written, depth):
     text = naive.concatenated(written)
     kept, order = Text(text), array(naive.usable_positions(text))

@@ -4,48 +4,20 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.corpus.suffix_array import find_places, merge_some, sort_positions, split, usable_positions
+from ssd.corpus.suffix_array import merge_some, split, usable_positions
 from ssd.corpus.threads import sort_in_threads
 from tests import naive
 from tests.ssd.addresses import Text
-from tests.strategies import LARGEST, array, requests, tokens
+from tests.strategies import array, requests
 
 DEPTHS = st.sampled_from([1, 3, 32])
 
 
-def sorted_by_kernel(text, positions, depth):
-    text, order = Text(text), array(positions)
-    sort_positions(text.address, order.ctypes.data, len(order), depth)
-    return order.tolist()
-
-
 def keys(text, positions, depth):
     return [naive.key(text, position, depth) for position in positions]
-
-
-@given(st.one_of(requests(), requests(max_size=40)), DEPTHS)
-@example([], 32)
-@example([[5]], 32)
-@example([[7] * 200], 32)
-@example([[7] * 20] * 20, 3)
-@example([[LARGEST, LARGEST - 1, LARGEST, LARGEST - 1]], 32)
-def test_positions_are_sorted_by_the_text_before_them(written, depth):
-    text = naive.concatenated(written)
-    positions = naive.usable_positions(text)
-    order = sorted_by_kernel(text, positions, depth)
-    assert sorted(order) == positions
-    assert keys(text, order, depth) == sorted(keys(text, positions, depth))
-
-
-def test_many_positions_are_sorted():
-    rng = np.random.default_rng(0)
-    text = rng.choice([1, 2, 2**31, LARGEST, naive.SEPARATOR], 5000).tolist()
-    order = sorted_by_kernel(text, range(1, len(text)), 8)
-    assert sorted(order) == list(range(1, len(text)))
-    assert keys(text, order, 8) == sorted(keys(text, order, 8))
 
 
 @given(st.one_of(requests(), requests(max_size=40)), st.data())
@@ -99,31 +71,6 @@ def test_an_exception_in_a_thread_is_raised(monkeypatch):
         sort_in_threads(kept.address, order.ctypes.data, len(order), 8, threads=2)
 
 
-@given(requests(), tokens(), DEPTHS, st.integers(0, 20), st.integers(1, 20))
-def test_places_are_found_in_slices_of_any_size(written, more, depth, first, slice_size):
-    text = [*naive.concatenated(written), *more]
-    cut = len(naive.concatenated(written))
-    usable = naive.usable_positions(text)
-    order = sorted_by_kernel(text, [position for position in usable if position < cut], depth)
-    added = sorted_by_kernel(text, [position for position in usable if position >= cut], depth)
-    places = np.full(len(added), -1, np.int64)
-    both = Text(text), array(order), array(added)
-    for at in range(min(first, len(added)), len(added), slice_size):
-        find_places(
-            both[0].address,
-            both[1].ctypes.data,
-            len(order),
-            both[2].ctypes.data,
-            at,
-            places,
-            min(len(added), at + slice_size),
-            depth,
-        )
-    expected = [naive.place_of(text, order, text, position, depth) for position in added]
-    skipped = min(first, len(added))
-    assert places.tolist() == [-1] * skipped + expected[skipped:]
-
-
 def merged_by_kernel(order, added, places, oldest, alive, slots, budgets):
     """Merge in slices of the sizes in `budgets`, repeatedly; check that nothing else is written to the buffer."""
     guard = 0xDEAD_BEEF
@@ -158,11 +105,6 @@ def test_merging_in_slices_keeps_the_order_and_removes_old_positions(data):
     budgets = data.draw(st.lists(st.integers(1, 80), min_size=1, max_size=4), "budgets")
     merged = merged_by_kernel(order, added, places, oldest, alive, slots, budgets)
     assert merged == naive.merged(order, added, places, oldest, alive, slots)
-
-
-def test_positions_across_the_end_of_the_ring_are_kept():
-    merged = merged_by_kernel([9, 0, 5, 1], [8], [2], oldest=8, alive=4, slots=10, budgets=[1000])
-    assert merged == [9, 0, 8, 1]
 
 
 @given(st.lists(st.sampled_from([1, 2, naive.SEPARATOR]), min_size=1, max_size=40), st.data())

@@ -55,12 +55,14 @@ def _estimated_cells(count):
     return np.append(np.arange(FALLBACK_CELLS), np.arange(SECOND_CELLS, count))
 
 
-def drafter_in(world, seed, **settings):
+def drafter_in(world, seed=None, **settings):
+    """Return a drafter with two running sequences; the output of sequence 2 is in the live tier."""
     requests, prompt, other_prompt, produced, library = world
     drafter = drafter_of(requests, max_draft=MAX_DRAFT, **settings)
     if library:
-        drafter.corpus.read_from(drafter_of(library).corpus)
-    randomize(drafter.corpus.learned, seed)
+        drafter.corpus.read_from(drafter_of(library, match_depth=drafter.config.match_depth).corpus)
+    if seed is not None:
+        randomize(drafter.corpus.learned, seed)
     drafter.start(1, array(prompt))
     # Its own tokens must not become fallback candidates.
     drafter.start(2, array(other_prompt))

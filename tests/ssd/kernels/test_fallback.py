@@ -241,13 +241,6 @@ def test_the_text_after_a_fallback_candidate_is_searched_for():
     assert (node, 5) not in children
 
 
-def test_tokens_of_a_private_sequence_are_not_counted():
-    corpus = Corpus(CAPACITY, 32)
-    with drafter_on(corpus) as drafter:
-        assert replay_surprises(drafter, 50, [5, 6, 7], learn=False).tolist() == [0, 0, 0]
-    assert not corpus.fallback.arrays.slots.any()
-
-
 @pytest.mark.parametrize(("tokens", "is_counted"), [([1, SECRET], True), ([1, 2, SECRET], False)])
 def test_tokens_after_the_last_node_of_a_full_draft_are_not_counted(tokens, is_counted):
     corpus = Corpus(CAPACITY, 32)
@@ -271,21 +264,6 @@ def counted_tokens(corpus):
     return {*corpus.fallback.arrays.slots[:, 0].tolist()} - {0}
 
 
-def test_forgetting_removes_counted_tokens():
-    clock = Clock()
-    corpus = Corpus(CAPACITY, 32, clock)
-    with drafter_on(corpus) as drafter:
-        replay_surprises(drafter, 20, [5, 6, SECRET], request_id="mine")
-        assert SECRET in counted_tokens(corpus)
-        drafter.forget("mine")
-        # The request still runs, but its tokens are not counted any more.
-        drafter.corpus.refresh()
-        assert counted_tokens(corpus) == set()
-        drafter.draft(progress_of({1: [900]}, limit=8))
-        drafter.draft(progress_of({1: [SECRET]}, limit=0))
-        assert counted_tokens(corpus) == set()
-
-
 def test_counted_tokens_are_removed_by_age_only_if_some_are_older():
     clock = Clock()
     corpus = Corpus(CAPACITY, 32, clock)
@@ -299,26 +277,6 @@ def test_counted_tokens_are_removed_by_age_only_if_some_are_older():
         corpus.refresh()
         assert counted_tokens(corpus) == set()
         assert corpus.fallback.since == clock.now
-
-
-@pytest.mark.parametrize("end", ["finish", "close", "forget_own"])
-def test_what_a_sequence_counted_is_removed_if_it_is_not_remembered(end):
-    corpus = Corpus(CAPACITY, 32)
-    with drafter_on(corpus) as other, drafter_on(corpus) as drafter:
-        replay_surprises(other, 30, [5, 6, 7])
-        before = counted_tokens(corpus)
-        replay_surprises(drafter, 30, [5, 6, SECRET], request_id="mine")
-        assert SECRET in counted_tokens(corpus)
-        match end:
-            case "finish":
-                drafter.finish(1, array([SECRET]), learn=False)
-            case "close":
-                drafter.close()
-            case "forget_own":
-                drafter.forget_own("mine")
-        left = corpus.fallback.arrays.slots
-        assert SECRET not in {*left[left[:, 1] > 0, 0].tolist()}
-        assert {*left[left[:, 1] > 0, 0].tolist()} <= before
 
 
 @pytest.mark.parametrize("committed", [[], [2, 3]])

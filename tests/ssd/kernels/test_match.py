@@ -208,17 +208,6 @@ def test_a_sequences_own_running_output_is_left_out(drawn):
             assert total == len(expected)
 
 
-def test_a_level_has_a_multiple_of_the_occurrences_of_the_previous_one():
-    def levels_where(requests):
-        text = naive.concatenated(requests)
-        return [level[:2] for level in Tiers([(text, naive.usable_positions(text))], 32).gather([1, 2, 3])]
-
-    # Three tokens match once, two twice.
-    assert levels_where([[1, 2, 3, 4], [8, 2, 3, 5]])[:2] == [(3, 1), (2, 2)]
-    # Three tokens match twice, two three times, one four times.
-    assert levels_where([[1, 2, 3, 4]] * 2 + [[8, 2, 3, 5], [8, 9, 3, 6]])[:2] == [(3, 2), (1, 4)]
-
-
 @pytest.mark.parametrize("size", [SAMPLES - 1, SAMPLES, SAMPLES + 1, REACH - 5, REACH])
 def test_samples_are_spread_evenly(size):
     text = [1] * (size + 1)

@@ -126,46 +126,6 @@ def test_the_same_requests_in_the_same_order_give_the_same_drafts(shape):
     assert committed / steps > 1.5
 
 
-def changed(progress, **fields):
-    """Overwrite elements of some arrays."""
-    for name, values in fields.items():
-        getattr(progress, name)[:] = values
-    return progress
-
-
-REFUSED = {
-    "a reserved token": (lambda: progress_of({1: [6], 2: [0xFFFF_FFFF]}, limit=4), "4,294,967,294"),
-    "an unknown sequence": (lambda: progress_of({1: [6], 9: []}, limit=4), "sequence 9 was not started"),
-    "a sequence twice": (lambda: changed(progress_of({1: [6], 2: [6]}, limit=4), sequence_ids=1), "twice"),
-    "more verified than offered": (
-        lambda: changed(progress_of({1: [6], 2: [6]}, limit=4), verified=[2, 9]),
-        "sequence 2 was offered 4 tokens; it cannot have verified 9",
-    ),
-    "a token that costs nothing": (lambda: progress_of({1: [6]}, limit=4, cost=0.0), "cost"),
-    "a token that costs more than a step": (lambda: progress_of({1: [6]}, limit=4, cost=1.01), "cost"),
-    "a cost that is no number": (lambda: progress_of({1: [6]}, limit=4, cost=float("nan")), "cost"),
-}
-
-
-@pytest.mark.parametrize(("progress", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_refused_step_has_no_effect(progress, message):
-    def run(with_refusal):
-        with drafter_of(cost=0.001) as drafter:
-            for sequence_id in (1, 2):
-                drafter.start(sequence_id, array([5, 6, 7, 8, 5, 6, 7, 8, 5]))
-            first = drafter.draft(progress_of({1: [], 2: []}, limit=4))
-            assert first.offsets.tolist() == [0, 4, 8]
-            if with_refusal:
-                with pytest.raises(ValueError, match=message):
-                    drafter.draft(progress())
-            drafter.corpus.refresh()
-            second = drafter.draft(progress_of({1: [6, 7], 2: [6, 9]}, limit=4, verified=4))
-            counters = [counter.tolist() for counter in drafter.stats.counters]
-            return contents(second), counters, drafter.budget.arrays[-1].tolist()
-
-    assert run(with_refusal=True) == run(with_refusal=False)
-
-
 def test_a_kept_error_does_not_block_the_maintainer():
     """The view that a refused step read is released although the error holds the frames."""
     with drafter_of() as drafter:

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
@@ -12,7 +13,7 @@ from ssd.sequences.local_index import FRESH_ROOM, LocalIndex
 from tests import naive
 from tests.replay import progress_of
 from tests.ssd.addresses import uint32_at
-from tests.strategies import ALPHABETS, array, examples, tokens
+from tests.strategies import ALPHABETS, array, examples
 
 DEPTHS = st.sampled_from([1, 4, 32])
 
@@ -21,11 +22,6 @@ def orders_of(index):
     """Return the positions in the large and in the small suffix array."""
     _, large, small = index.addresses
     return uint32_at(large, index.sorted_size).tolist(), uint32_at(small, index.fresh_size).tolist()
-
-
-def keys_of(index, text, depth):
-    """Return the keys of all positions, sorted."""
-    return sorted(naive.key(text, position, depth) for order in orders_of(index) for position in order)
 
 
 def assert_indexes(index, text, depth):
@@ -40,83 +36,60 @@ def assert_indexes(index, text, depth):
         assert keys == sorted(keys)
 
 
-def new_index(text, depth):
-    index = LocalIndex(depth)
-    index.extend(array(text))
-    return index
+class LocalIndexMachine(RuleBasedStateMachine):
+    """An index whose text grows, is cut, and continues in turns of a session."""
+
+    @initialize(depth=DEPTHS, alphabet=ALPHABETS)
+    def begin(self, depth, alphabet):
+        self.index, self.depth, self.alphabet, self.text = LocalIndex(depth), depth, alphabet, []
+
+    def tokens(self, data):
+        return data.draw(st.lists(st.sampled_from(self.alphabet), max_size=40))
+
+    @rule(data=st.data(), repeats=st.sampled_from([1, 1, 1, 30]))
+    def extend(self, data, repeats):
+        piece = self.tokens(data) * repeats
+        self.index.extend(array(piece))
+        self.text += piece
+        assert self.index.room >= len(self.text)
+
+    @rule(share=st.floats(0, 1))
+    def truncate(self, share):
+        self.text = self.text[: int(share * len(self.text))]
+        self.index.truncate(len(self.text))
+
+    @rule()
+    def shrink(self):
+        self.index.shrink()
+
+    @rule(data=st.data(), share=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+    def take_a_turn(self, data, share):
+        """Begin with a part of the text; only tokens after the common prefix are sorted."""
+        prompt, sorted_sizes = [*self.text[: int(share * len(self.text))], *self.tokens(data)], []
+        pairs = zip(self.text, prompt, strict=False)
+        most = min(len(self.text), len(prompt))
+        shared = next((at for at, (one, other) in enumerate(pairs) if one != other), most)
+        with pytest.MonkeyPatch.context() as patch:
+            sort = local.sort_positions
+            patch.setattr(local, "sort_positions", lambda *given: (sorted_sizes.append(given[2]), sort(*given)))
+            self.index.adopt(self.index.continue_with(array(prompt)).sort())
+        assert sum(sorted_sizes) == len(range(max(1, shared), len(prompt)))
+        self.text = prompt
+
+    @invariant()
+    def the_text_is_indexed(self):
+        assert_indexes(self.index, self.text, self.depth)
+        assert self.index.nbytes >= 8 * len(self.text)
 
 
-@given(st.lists(tokens(max_size=40), max_size=6), DEPTHS)
-@example([[]], 32)
-@example([[9]], 32)
-@example([[7] * 50, [7] * 10], 4)
-def test_text_in_pieces_is_indexed_like_the_whole_text(pieces, depth):
-    index, text = LocalIndex(depth), []
-    for piece in pieces:
-        index.extend(array(piece))
-        text += piece
-        assert_indexes(index, text, depth)
-    assert keys_of(index, text, depth) == keys_of(new_index(text, depth), text, depth)
-
-
-def turns():
-    """Generate the text of a conversation, and prompts that begin with a part of it."""
-    return ALPHABETS.flatmap(
-        lambda alphabet: st.tuples(
-            st.lists(st.sampled_from(alphabet), max_size=60),
-            st.lists(
-                st.tuples(st.floats(0, 1), st.lists(st.sampled_from(alphabet), max_size=30)), min_size=1, max_size=4
-            ),
-        )
-    )
-
-
-@given(turns(), DEPTHS)
-@example(([1, 2, 3], [(1.0, [])]), 32)  # the same prompt again
-@example(([1, 2, 3], [(0.0, [])]), 32)  # an empty one
-@example(([1, 2, 3, 4], [(0.5, [3, 9])]), 32)  # shares one more token than the drawn part
-def test_a_turn_indexes_only_tokens_after_the_common_prefix(drawn, depth):
-    text, prompts = drawn
-    index = new_index(text, depth)
-    sorted_sizes = []
-    with pytest.MonkeyPatch.context() as patch:
-        sort = local.sort_positions
-        patch.setattr(local, "sort_positions", lambda *given: (sorted_sizes.append(given[2]), sort(*given)))
-        for part, added in prompts:
-            prompt = [*text[: int(part * len(text))], *added]
-            shared = next(
-                (at for at, pair in enumerate(zip(text, prompt, strict=False)) if pair[0] != pair[1]),
-                min(len(text), len(prompt)),
-            )
-            sorted_sizes.clear()
-            index.adopt(index.continue_with(array(prompt)).sort())
-            assert sum(sorted_sizes) == len(range(max(1, shared), len(prompt)))
-            text = prompt
-            assert_indexes(index, text, depth)
-
-
-@given(tokens(), st.integers(0, 60), DEPTHS)
-def test_a_shortened_text_is_indexed_correctly(text, size, depth):
-    index = new_index(text, depth)
-    size = min(size, len(text))
-    index.truncate(size)
-    assert_indexes(index, text[:size], depth)
-
-
-def test_growth_keeps_the_contents():
-    index, text = LocalIndex(32), []
-    for size in (1, 2, 700, 1000, 3, 5000):
-        piece = np.random.default_rng(size).integers(0, 3, size).tolist()
-        index.extend(array(piece))
-        text += piece
-        assert index.room >= len(text)
-    assert_indexes(index, text, 32)
-    assert index.nbytes >= 8 * len(text)
+TestLocalIndex = LocalIndexMachine.TestCase
+TestLocalIndex.settings = settings(examples(60), stateful_step_count=12)
 
 
 def test_memory_of_a_longer_text_is_released():
     text = np.random.default_rng(0).integers(0, 3, 50_000)
-    index = new_index(text, 32)
+    index = LocalIndex(32)
+    index.extend(array(text))
     held = index.nbytes
     index.shrink()
     assert index.nbytes == held
