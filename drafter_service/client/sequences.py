@@ -204,7 +204,8 @@ class Sequences:
             return False
         # Within a request sequences start before others end, so the ends to send do not make room yet.
         room = self._room - self._load()[1] - sum(each.nbytes for each in self._ended if each.wire_id)
-        request, part, size = pb.DraftRequest(), [], 0
+        request, size = pb.DraftRequest(), 0
+        part: list[RemoteSequence] = []
         for sequence in [each for each in self._ended if not each.end_request]:
             if sequence.unsent_bytes > MAX_TEXT_BYTES or (not sequence.wire_id and sequence.nbytes > self._room):
                 # It would break the stream.
@@ -241,7 +242,8 @@ class Sequences:
             registered, used = self._load()
             room = min(room, self._room - self._room // GROWTH - used)
             free = self._max_sequences - registered
-        chosen, size = [], 0
+        chosen: list[RemoteSequence] = []
+        size = 0
         for sequence in sequences:
             if sequence.nbytes > room - size:
                 continue

@@ -72,7 +72,7 @@ def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **
         click.echo(to_toml(tree), nl=False)
         return
     from drafter_service.observability.logs import configure_logs
-    from drafter_service.server.listener import run_service
+    from drafter_service.server.startup import run_service
 
     configure_logs(tree.reports.log_format, tree.reports.log_level)
 

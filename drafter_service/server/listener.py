@@ -1,16 +1,9 @@
-"""The address of the service: its gRPC server, which also answers while the service starts, and the start itself.
-
-The service listens, compiles or loads the kernels, loads namespaces, and serves until a signal. Modules with kernels
-are imported in a thread, so that health checks are answered while they are compiled.
-"""
+"""The address of the service: its gRPC server, which also answers while the service is not ready yet."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
-from collections.abc import AsyncIterator, Callable, Mapping
-from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import AsyncIterator, Mapping
+from typing import NoReturn
 
 import grpc
 import structlog
@@ -19,16 +12,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from drafter_service.auth.control import AccessControl
 from drafter_service.auth.listening import listen
 from drafter_service.observability.process import allow_files
-from drafter_service.replication.redis_stream import connect
-from drafter_service.server.disk import in_thread
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import NOT_READY, STATE, Address
 from drafter_service.transport.wire import MESSAGE_SIZES
-
-if TYPE_CHECKING:  # It imports numba.
-    from drafter_service.server.server import DrafterServer
-
 
 logger = structlog.get_logger(__name__)
 
@@ -123,59 +110,3 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]
         """See `HealthServicer`."""
         context.set_trailing_metadata(((STATE, self._listener.state),))
         return await super().Check(request, context)
-
-
-async def run_service(
-    config: ServiceConfig, notify: Callable[[str], None], ready: Callable[[str], None]
-) -> DrafterServer:
-    """Serve until SIGINT or SIGTERM, and return the stopped server. Raises UserError if it cannot start.
-
-    notify: called with lines about the progress of compiling kernels, from another thread. ready: called with the
-    address once streams are accepted.
-    """
-    if config.log.url is not None:
-        connect(config.log.url)  # Raises UserError before the kernels are compiled.
-    listener = Listener(config)
-    await listener.start()
-
-    try:
-        module = await _load_server(listener, notify)
-        # Until here the default handlers end the process at once: a thread that compiles cannot be stopped.
-        stopping = _stop_event()
-        listener.state = "loading namespaces"
-        server: DrafterServer = module.DrafterServer(config, listener)
-        await server.start()
-    except BaseException:
-        await listener.stop(None)
-        raise
-    ready(listener.address.text)
-    await stopping.wait()
-    await server.stop()
-    return server
-
-
-def _stop_event() -> asyncio.Event:
-    """Return an event that SIGINT and SIGTERM set."""
-    stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    return stopping
-
-
-async def _load_server(listener: Listener, notify: Callable[[str], None]) -> ModuleType:
-    """Import the module of the server, and with it all kernels, in a thread that does not outlive the process."""
-
-    def load_kernels() -> ModuleType:
-        from ssd.kernels.progress import ProgressLines, watched_compilation
-
-        lines = ProgressLines(notify)
-
-        def report(percent: int) -> None:
-            listener.state = f"compiling kernels, {percent} %"
-            lines(percent)
-
-        with watched_compilation(report):
-            from drafter_service.server import server
-        return server
-
-    return await in_thread(load_kernels)

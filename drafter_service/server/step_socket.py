@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 import grpc
 
-from drafter_service.server.stream import OpenStream, Streams
+from drafter_service.server.stream import Later, OpenStream, Streams
 from drafter_service.transport.address import Address
 from drafter_service.transport.wire import HEADER, MAGIC, Frames, WireError, framed, last_frame
 
@@ -99,7 +99,7 @@ class Connection(asyncio.BufferedProtocol):
         """Requests that are not answered yet."""
         self._task: asyncio.Task[None] | None = None
         self._stream: OpenStream | None = None
-        self._later: Awaitable[bytes] | None = None
+        self._later: Later | None = None
         """The answer that the task waits for next."""
         self._failure: WireError | None = None
         """A violation of the protocol after `_requests`."""
@@ -177,6 +177,8 @@ class Connection(asyncio.BufferedProtocol):
         except StreamEndedError as ended:
             self._end(ended.code, ended.reason)
         finally:
+            if self._later is not None:
+                self._later.close()
             self._transport.close()
 
     async def _authorization(self) -> SocketContext:
@@ -238,7 +240,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._stream is None or self._later is not None or self._is_at_end:
                 self._wake.set_result(None)
 
-    def _answer_ready(self) -> Awaitable[bytes] | None:
+    def _answer_ready(self) -> Later | None:
         """Answer requests, in order, up to one whose answer has to be awaited; return that answer."""
         assert self._stream is not None
         while self._requests and not self._is_full:

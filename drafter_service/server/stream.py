@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import grpc
 import structlog
@@ -41,13 +41,17 @@ REFUSALS: dict[type[Exception], grpc.StatusCode] = {
 """gRPC status codes of the exceptions that end a stream or a call."""
 
 
+Later = Coroutine[Any, Any, bytes]
+"""A serialized response that has to be awaited."""
+
+
 class OpenStream(Protocol):
     """A stream whose caller is known."""
 
     is_sending: bool
     """Whether a response is being sent."""
 
-    def answer(self, data: bytes) -> bytes | Awaitable[bytes]:
+    def answer(self, data: bytes) -> bytes | Later:
         """Return the serialized response to a request, now or later. An exception ends the stream."""
 
     def sent(self) -> None:
@@ -113,7 +117,7 @@ class DraftStream(StreamHandle):
         self._session: Session | None = None
         """None before the handshake."""
 
-    def answer(self, data: bytes) -> bytes | Awaitable[bytes]:
+    def answer(self, data: bytes) -> bytes | Later:
         """See `OpenStream`."""
         request = _parsed(data)
         if self._session is None:

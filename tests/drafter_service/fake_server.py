@@ -6,18 +6,20 @@ It records requests, checks that clients follow the protocol, and can be made to
 from __future__ import annotations
 
 import asyncio
-import struct
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 
 import grpc
 import numpy as np
 
 from drafter_service.client import DrafterClient
+from drafter_service.server.namespace import StreamHandle
+from drafter_service.server.step_socket import StepSocket
+from drafter_service.server.stream import draft_method
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.address import Address
 from drafter_service.transport.wire import drafts_message
 from ssd.types import DraftBatch, Path
 from tests.replay import progress_of
@@ -156,7 +158,7 @@ class FakeServer:
 
     def __init__(self, address: str, service: FakeService, *, has_steps: bool) -> None:
         """Make a server; has_steps: whether streams use the step socket next to the address."""
-        self.address = address
+        self.address = Address.parse(address)
         self.service = service
         self.has_steps = has_steps
         self.refusal: tuple[grpc.StatusCode, str] | None = None
@@ -165,37 +167,32 @@ class FakeServer:
         """Function that changes responses."""
         self.broken: list[AssertionError] = []
         """Violations of the protocol by clients."""
-        self._may_answer = asyncio.Event()
-        self._may_answer.set()
-        self._cut = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self._cut_code = grpc.StatusCode.UNAVAILABLE
-        self._streams = 0
+        self._streams: set[FakeStream] = set()
         self._server: grpc.aio.Server | None = None
-        self._steps: asyncio.Server | None = None
+        self._steps = StepSocket(self, 100)
 
     async def start(self) -> None:
-        server = grpc.aio.server()
-        handler = grpc.stream_stream_rpc_method_handler(
-            self._draft, pb.DraftRequest.FromString, pb.DraftResponse.SerializeToString
+        self._server = grpc.aio.server()
+        handlers = {"Draft": draft_method(self)}
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("ssd.drafter.v1.DrafterService", handlers)]
         )
-        server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler("ssd.drafter.v1.DrafterService", {"Draft": handler})]
-        )
-        server.add_insecure_port(self.address)
-        await server.start()
-        self._server = server
+        self._server.add_insecure_port(self.address.text)
+        await self._server.start()
         if self.has_steps:
-            self._steps = await asyncio.start_unix_server(
-                self._serve_steps, self.address.removeprefix("unix:") + ".steps"
-            )
+            self._steps = StepSocket(self, 100)
+            self._steps.bind(self.address.steps, 0o600)
+            await self._steps.start()
 
     async def stop(self) -> None:
-        if self._steps is not None:
-            self._steps.close()
-            # From Python 3.13 on, closing removes the file.
-            FilePath(self.address.removeprefix("unix:") + ".steps").unlink(missing_ok=True)
-            await self._break_off()
-            self._steps = None
+        if self.has_steps:
+            stopping = asyncio.create_task(self._steps.stop(TIMEOUT_S))
+            await asyncio.sleep(0)
+            await self.cut()
+            await stopping
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
@@ -203,86 +200,55 @@ class FakeServer:
     async def cut(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         """Break all streams."""
         self._cut_code = code
-        await self._break_off()
-
-    async def _break_off(self) -> None:
-        self._cut.set()
         while self._streams:
+            for stream in self._streams:
+                stream.end()
             await asyncio.sleep(0.001)
-        self._cut.clear()
 
     async def pause(self) -> None:
         """Answer nothing until `resume`."""
-        self._may_answer.clear()
+        self.may_answer.clear()
 
     async def resume(self) -> None:
-        self._may_answer.set()
+        self.may_answer.set()
 
-    async def _serve_steps(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        context = FrameContext(reader, writer)
-        assert await reader.readexactly(15) == b"ssd.drafter.v1\n"
-        assert await context.read_bytes() == b""
-        with suppress(AbortedError):
-            await self._draft(None, context)
-            context.end(grpc.StatusCode.OK, "")
-        writer.close()
-
-    async def _draft(self, requests: object, context: grpc.aio.ServicerContext | FrameContext) -> None:
-        self._streams += 1
+    @asynccontextmanager
+    async def open(self, context):
+        """Serve a stream, see `drafter_service.server.stream.Streams`."""
+        stream = FakeStream(self, context)
+        self._streams.add(stream)
         try:
-            while (request := await self._unless_cut(context, context.read())) is not grpc.aio.EOF:
-                if self.refusal is not None:
-                    await context.abort(*self.refusal)
-                await self._unless_cut(context, self._may_answer.wait())
-                await context.write(self.distort(self.service.answer(request)))
-        except AssertionError as broken:
-            self.broken.append(broken)
-        finally:
-            self._streams -= 1
-
-    async def _unless_cut(self, context: grpc.aio.ServicerContext | FrameContext, coming: Coroutine) -> object:
-        waiting = [asyncio.create_task(coming), asyncio.create_task(self._cut.wait())]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-        if self._cut.is_set():
+            yield stream
+        except asyncio.CancelledError:
+            if not stream.is_over:
+                raise
             await context.abort(self._cut_code, "the stream was cut")
-        return waiting[0].result()
+        finally:
+            self._streams.discard(stream)
 
 
-class AbortedError(Exception):
-    """A stream was ended."""
+class FakeStream(StreamHandle):
+    """One stream."""
 
+    def __init__(self, server: FakeServer, context: object) -> None:
+        super().__init__(asyncio.current_task())
+        self._server, self._context = server, context
 
-class FrameContext:
-    """A connection of the step socket, with the methods of a gRPC context that are used here."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    async def read_bytes(self) -> bytes:
-        (size,) = struct.unpack("<I", await self._reader.readexactly(4))
-        return await self._reader.readexactly(size)
-
-    async def read(self) -> object:
+    async def answer(self, data: bytes) -> bytes:
+        server = self._server
+        if server.refusal is not None:
+            await self._context.abort(*server.refusal)
+        await server.may_answer.wait()
         try:
-            return pb.DraftRequest.FromString(await self.read_bytes())
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return grpc.aio.EOF
+            response = server.service.answer(pb.DraftRequest.FromString(data))
+        except AssertionError as broken:
+            server.broken.append(broken)
+            await self._context.abort(grpc.StatusCode.INTERNAL, "the client has violated the protocol")
+        return server.distort(response).SerializeToString()
 
-    async def write(self, response: pb.DraftResponse) -> None:
-        data = response.SerializeToString()
-        self._writer.write(struct.pack("<I", len(data)) + data)
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        self.end(code, details)
-        raise AbortedError
-
-    def end(self, code: grpc.StatusCode, details: str) -> None:
-        data = pb.Error(code=code.value[0], message=details).SerializeToString()
-        self._writer.write(struct.pack("<I", len(data) | 1 << 31) + data)
+    def sent(self) -> None:
+        if self.is_over:
+            self.task.cancel()
 
 
 class FakeServerThread:

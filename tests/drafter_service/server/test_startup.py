@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from drafter_service.client import DrafterClient
 from drafter_service.commands.main import cli
-from drafter_service.server import listener, server
+from drafter_service.server import server, startup
 from drafter_service.settings.tree import LogConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
@@ -34,8 +34,8 @@ async def starting(monkeypatch, address):
         await is_compiled.wait()
         return server
 
-    monkeypatch.setattr(listener, "_load_server", load)
-    task = asyncio.create_task(listener.run_service(ServiceConfig(listen=address), lines.append, lines.append))
+    monkeypatch.setattr(startup, "_load_server", load)
+    task = asyncio.create_task(startup.run_service(ServiceConfig(listen=address), lines.append, lines.append))
     await reached.wait()
     return task, is_compiled, lines
 
@@ -86,10 +86,10 @@ async def test_a_client_that_is_not_required_connects_once_the_service_is_ready(
 
 @run
 async def test_the_shared_log_is_checked_before_kernels_are_compiled(monkeypatch, socket_address):
-    monkeypatch.setattr(listener, "_load_server", None)
+    monkeypatch.setattr(startup, "_load_server", None)
     config = ServiceConfig(listen=socket_address, log=LogConfig(url="http://host"))
     with pytest.raises(UserError, match="the URL of the shared log must begin with redis://"):
-        await listener.run_service(config, print, print)
+        await startup.run_service(config, print, print)
 
 
 @run
@@ -97,7 +97,7 @@ async def test_a_service_that_cannot_start_stops_listening(monkeypatch, socket_a
     async def load(*_):
         raise UserError("no folder for kernels")
 
-    monkeypatch.setattr(listener, "_load_server", load)
+    monkeypatch.setattr(startup, "_load_server", load)
     with pytest.raises(UserError, match="no folder for kernels"):
-        await listener.run_service(ServiceConfig(listen=socket_address), print, print)
+        await startup.run_service(ServiceConfig(listen=socket_address), print, print)
     assert "no drafter answers" in (await asyncio.to_thread(health, socket_address))[1]
