@@ -63,8 +63,8 @@ test: $(READY) ## run the tests (about 10 minutes)
 	@echo "running the tests (about 10 minutes)"
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-# The core: drafts, corpus, and the engine's scheduling, verification and sampling.
-FAST_TESTS := tests/ssd tests/engine/scheduling tests/engine/speculation tests/engine/sampling tests/test_structure.py tests/test_public_api.py
+# The core: drafts, the corpus, the engine's scheduling, and the rules of the source tree.
+FAST_TESTS := tests/ssd tests/engine/scheduling tests/test_structure.py tests/test_public_api.py
 
 test-fast: $(READY) ## run the tests of the core with fewer random examples (less than a minute)
 	@HYPOTHESIS_PROFILE=fast $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(FAST_TESTS)
