@@ -164,6 +164,7 @@ class Feed:
 
     def __init__(self, address: str, tokens_per_s: float) -> None:
         self._address, self._tokens_per_s = address, tokens_per_s
+        self._requests = Writer(FEED_SEED).requests()
         self._stopping = threading.Event()
         self.tokens = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -177,11 +178,11 @@ class Feed:
         self._thread.join()
 
     def _run(self) -> None:
-        began, requests = time.monotonic(), Writer(FEED_SEED).requests()
+        began = time.monotonic()
         with grpc.insecure_channel(self._address, options=MESSAGE_SIZES) as channel:
             stub = DrafterServiceStub(channel)
             while not self._stopping.is_set():
-                texts = [*itertools.islice(requests, FEED_TEXTS)]
+                texts = [*itertools.islice(self._requests, FEED_TEXTS)]
                 observe(stub, NAMESPACE, texts)
                 self.tokens += sum(map(len, texts))
                 self._stopping.wait(max(0.0, began + self.tokens / self._tokens_per_s - time.monotonic()))
