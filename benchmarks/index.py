@@ -1,13 +1,10 @@
 """Measure the index: memory, search, draft and snapshot times, and the delay until new text can be drafted.
 
     python -m benchmarks.index [--tokens 16M] [--contexts 3000] [--out FILE]
-    python -m benchmarks.index --builder pydivsufsort [--tokens 16M]
 
 The last line is one JSON document. Contexts are the ends of requests that are not in the corpus, each used once. The
 time of a draft is the duration of the call, which also commits the tokens since the last draft. Times depend on the
 machine: compare them only within one run.
-
-With `--builder`, only sorting the whole corpus is measured: here and with the library.
 """
 
 from __future__ import annotations
@@ -28,9 +25,8 @@ from pathlib import Path
 import numpy as np
 
 import ssd
-from benchmarks.support.command import new_parser, positive, print_document
-from benchmarks.support.resources import forget_peak, peak_bytes, resident_bytes
-from benchmarks.support.text import REQUEST_TOKENS, Writer
+from benchmarks.support import forget_peak, new_parser, peak_bytes, positive, report, resident_bytes
+from benchmarks.support.load import REQUEST_TOKENS, Writer
 from drafter_service.observability.measuring.rounds import Timer
 from drafter_service.settings.quantity import Quantity
 from ssd.config import DrafterConfig
@@ -72,38 +68,27 @@ class Unlearned:
 
     def __init__(self, corpus: ssd.Corpus, config: DrafterConfig) -> None:
         self._drafter = ssd.SuffixDrafter(replace(config, capacity=corpus.capacity), corpus=corpus)
-
-    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
-        """Begin a sequence."""
-        self._drafter.start(sequence_id, prompt)
+        self.start, self.close = self._drafter.start, self._drafter.close
+        self.commit_s = 0.0
+        """Seconds of the calls that commit the tokens of a step, if `apart`."""
+        self.apart = False
+        """Whether tokens are committed in a call of their own."""
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Commit the tokens of a step, and draft."""
-        return self._drafter.draft(progress)
+        if not self.apart:
+            return self._drafter.draft(progress)
+        none = np.zeros_like(progress.verified)
+        began = time.perf_counter()
+        self._drafter.draft(replace(progress, max_draft=none))
+        self.commit_s += time.perf_counter() - began
+        return self._drafter.draft(
+            replace(progress, tokens=progress.tokens[:0], offsets=np.zeros_like(progress.offsets), verified=none)
+        )
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = False) -> None:
         """End a sequence."""
         self._drafter.finish(sequence_id, tokens, verified=verified, learn=learn)
-
-    def close(self) -> None:
-        """Forget the running sequences."""
-        self._drafter.close()
-
-
-class CommitTimer(Unlearned):
-    """Commits the tokens of a step in a call of their own, and measures its time."""
-
-    seconds = 0.0
-
-    def draft(self, progress: Progress) -> DraftBatch:
-        """Commit the tokens of a step, then draft."""
-        none = np.zeros_like(progress.verified)
-        began = time.perf_counter()
-        self._drafter.draft(replace(progress, max_draft=none))
-        self.seconds += time.perf_counter() - began
-        return self._drafter.draft(
-            replace(progress, tokens=progress.tokens[:0], offsets=np.zeros_like(progress.offsets), verified=none)
-        )
 
 
 def recorded(requests: Sequence[np.ndarray]) -> Recording:
@@ -160,9 +145,10 @@ def time_searches(corpus: ssd.Corpus, requests: list[np.ndarray]) -> list[float]
 
 def time_feedback(corpus: ssd.Corpus, requests: list[np.ndarray]) -> float:
     """Return the microseconds per output token for committing, learning and counting."""
-    drafter = CommitTimer(corpus, TREE)
+    drafter = Unlearned(corpus, TREE)
+    drafter.apart = True
     counts = ssd.replay.replay(recorded(requests), drafter, max_draft=TREE.max_draft)
-    return drafter.seconds / int(counts.tokens.sum()) * 1e6
+    return drafter.commit_s / int(counts.tokens.sum()) * 1e6
 
 
 def write_additions(writer: Writer, tokens: int) -> dict[str, list[list[np.ndarray]]]:
@@ -315,17 +301,9 @@ def main() -> None:
     parser = new_parser("index", __doc__)
     parser.add_argument("--tokens", default="16M", help="size of the corpus, such as 1M or 16000000")
     parser.add_argument("--contexts", type=positive, default=3000, help="drafts and searches that are timed")
-    parser.add_argument("--builder", choices=["pydivsufsort"], help="library to compare sorting with (extra: dev)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results")
     options = parser.parse_args()
     tokens = Quantity().convert(options.tokens, None, None)
-    if options.builder is None:
-        document = measure(tokens, options.contexts, lambda text: print(f"{text} ...", flush=True))
-    else:
-        from benchmarks.support.builders import compare_builders
-
-        document = compare_builders(["ssd", options.builder], Writer(seed=1).take(tokens))
-    print_document(document, options.out)
+    report(measure(tokens, options.contexts, lambda text: print(f"{text} ...", flush=True)), options.out)
 
 
 if __name__ == "__main__":

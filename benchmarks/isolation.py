@@ -21,9 +21,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.support.command import new_parser, positive, print_document
-from benchmarks.support.sidecar_load import texts_message
-from benchmarks.support.text import REQUEST_TOKENS, VOCABULARY, Writer
+from benchmarks.support import new_parser, positive, report
+from benchmarks.support.load import LONG_DEADLINE_S, REQUEST_TOKENS, VOCABULARY, Writer, fill
 from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
@@ -34,51 +33,55 @@ from drafter_service.transport.wire import PROTOCOL
 from ssd.types import Progress
 
 OWN_SEED, OTHER_SEED, UNKNOWN_SEED = 1, 2, 3
-CONTEXT = 64
-MAX_DRAFT = 16
-DEADLINE_S = 10.0
+CONTEXT, MAX_DRAFT = 64, 16
+NO_TOKENS = np.empty(0, np.uint32)
 RESAMPLES = 1000
 WARM_UP = 100
-LEARNED_AT_ONCE = 200
-"""Texts in one Observe call."""
 
 
 class Tenant:
     """A caller with every right to a namespace of its own."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.name = name
-        self.token = secrets.token_urlsafe()
-        self.token_file = folder / f"{name}.token"
-        self.token_file.write_text(self.token)
+        token = secrets.token_urlsafe()
+        self.name, self.token_file = name, folder / f"{name}.token"
+        self.token_file.write_text(token)
         self.token_file.chmod(0o600)
-
-    @property
-    def entry(self) -> str:
-        """Its entry in the file of callers."""
-        return (
-            f'[[caller]]\nname = "{self.name}"\ntoken_sha256 = "{sha256_of(self.token)}"\n'
-            f'namespaces = ["{self.name}"]\nrights = ["read", "learn", "admin"]\n'
-        )
-
-    def learn(self, address: str, texts: list[np.ndarray]) -> None:
-        """Send texts to the service, and wait until they are draftable: forgetting an unknown name waits for all."""
-        with grpc.insecure_channel(address) as channel:
-            stub = DrafterServiceStub(channel)
-            for first in range(0, len(texts), LEARNED_AT_ONCE):
-                message = texts_message(texts[first : first + LEARNED_AT_ONCE])
-                stub.Observe(pb.ObserveRequest(namespace=self.name, texts=message), metadata=self.metadata)
-            stub.Forget(pb.ForgetRequest(namespace=self.name, request_id="unknown"), metadata=self.metadata)
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
+        self.metadata = (("authorization", f"Bearer {token}"),)
         """Metadata of its calls."""
-        return (("authorization", f"Bearer {self.token}"),)
+        self.entry = (
+            f'[[caller]]\nname = "{name}"\ntoken_sha256 = "{sha256_of(token)}"\n'
+            f'namespaces = ["{name}"]\nrights = ["read", "learn", "admin"]\n'
+        )
+        """Its entry in the file of callers."""
 
     def client(self, address: str) -> DrafterClient:
         """Return a client of its namespace."""
         access = ClientAccess(token=self.token_file)
-        return DrafterClient(address, namespace=self.name, access=access, deadline_s=DEADLINE_S)
+        return DrafterClient(address, namespace=self.name, access=access, deadline_s=LONG_DEADLINE_S)
+
+    def timed_refusal(self, stub: DrafterServiceStub, namespace: str) -> float:
+        """Return the seconds until a stream for a namespace is refused."""
+        hello = pb.DraftRequest(hello=pb.Hello(protocol=PROTOCOL, namespace=namespace))
+        began = time.perf_counter()
+        try:
+            next(stub.Draft(iter([hello]), metadata=self.metadata))
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                return time.perf_counter() - began
+            raise
+        raise RuntimeError("the stream was not refused")
+
+
+def timed_draft(client: DrafterClient, context: np.ndarray, lengths: list[int]) -> float:
+    """Return the seconds until a new sequence has its first draft, and append the draft's length."""
+    began = time.perf_counter()
+    client.start(1, context, learn=False)
+    drafts = client.draft(Progress.of_one(1, NO_TOKENS, max_draft=MAX_DRAFT))
+    seconds = time.perf_counter() - began
+    client.finish(1, NO_TOKENS, learn=False)
+    lengths.append(len(drafts.tokens))
+    return seconds
 
 
 def different_tokens(seed: int, count: int) -> list[np.ndarray]:
@@ -91,48 +94,22 @@ def different_tokens(seed: int, count: int) -> list[np.ndarray]:
     return [(text + seed * VOCABULARY).astype(np.uint32) for text in texts]
 
 
-def timed_draft(client: DrafterClient, context: np.ndarray) -> tuple[float, int]:
-    """Return the seconds until a new sequence has its first draft, and the draft's length."""
-    began = time.perf_counter()
-    client.start(1, context, learn=False)
-    drafts = client.draft(Progress.of_one(1, np.empty(0, np.uint32), max_draft=MAX_DRAFT))
-    seconds = time.perf_counter() - began
-    client.finish(1, np.empty(0, np.uint32), learn=False)
-    return seconds, len(drafts.tokens)
-
-
-def timed_refusal(stub: DrafterServiceStub, tenant: Tenant, namespace: str) -> float:
-    """Return the seconds until a stream for a namespace is refused."""
-    hello = pb.DraftRequest(hello=pb.Hello(protocol=PROTOCOL, namespace=namespace))
-    began = time.perf_counter()
-    try:
-        next(stub.Draft(iter([hello]), metadata=tenant.metadata))
-    except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-            return time.perf_counter() - began
-        raise
-    raise RuntimeError("the stream was not refused")
-
-
 def in_random_order(measure: Callable[[Any], float], kinds: Sequence[Sequence[Any]], seed: int) -> list[np.ndarray]:
     """Measure the items of two kinds in a random order; return the seconds of each kind."""
-    order = np.random.default_rng(seed).permutation([0] * len(kinds[0]) + [1] * len(kinds[1]))
+    order = np.random.default_rng(seed).permutation(np.repeat([0, 1], len(kinds[0]))).tolist()
     remaining = [iter(kind) for kind in kinds]
-    seconds: list[list[float]] = [[], []]
-    for kind in order.tolist():
-        seconds[kind].append(measure(next(remaining[kind])))
-    return [np.array(each) for each in seconds]
+    times = [(kind, measure(next(remaining[kind]))) for kind in order]
+    return [np.array([seconds for of, seconds in times if of == kind]) for kind in (0, 1)]
 
 
 def revealed(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
     """Return medians of two kinds of times, and the probability that they tell the kinds apart."""
     rng = np.random.default_rng(0)
     samples = [ordered(rng.choice(first, len(first)), rng.choice(second, len(second))) for _ in range(RESAMPLES)]
-    low, high = np.percentile(samples, (2.5, 97.5))
     return {
         "median_us": [round(1e6 * float(np.median(each)), 1) for each in (first, second)],
         "ordered": round(ordered(first, second), 3),
-        "interval": [round(float(low), 3), round(float(high), 3)],
+        "interval": np.percentile(samples, (2.5, 97.5)).round(3).tolist(),
     }
 
 
@@ -148,41 +125,34 @@ def measure(folder: Path, tokens: int, probes: int) -> dict[str, Any]:
     own, other = Tenant(folder, "own"), Tenant(folder, "other")
     callers = folder / "callers.toml"
     callers.write_text(own.entry + other.entry)
-    known, unknown = (
-        different_tokens(OTHER_SEED, max(probes, tokens // REQUEST_TOKENS)),
-        different_tokens(UNKNOWN_SEED, probes),
-    )
-    kinds = [[text[:CONTEXT] for text in texts[:probes]] for texts in (known, unknown)]
+    known = different_tokens(OTHER_SEED, max(probes, tokens // REQUEST_TOKENS))
+    texts = (known[:probes], different_tokens(UNKNOWN_SEED, probes))
+    kinds = [[text[:CONTEXT] for text in each] for each in texts]
+    times: dict[str, list[np.ndarray]] = {}
+    lengths: dict[str, list[int]] = {"own": [], "other": []}
     with running_sidecar("--callers", str(callers), "--capacity", "4M") as (address, _):
-        own.learn(address, Writer(OWN_SEED).take(tokens))
-        other.learn(address, known)
-        with own.client(address) as client, other.client(address) as control:
-            lengths: dict[str, list[int]] = {"missing": [], "control": []}
+        fill(address, Writer(OWN_SEED).take(tokens), own.name, metadata=own.metadata)
+        fill(address, known, other.name, metadata=other.metadata)
+        for tenant in (own, other):
+            with tenant.client(address) as client:
 
-            def draft(tenant: DrafterClient, name: str) -> Callable[[np.ndarray], float]:
-                def timed(context: np.ndarray) -> float:
-                    seconds, length = timed_draft(tenant, context)
-                    lengths[name].append(length)
-                    return seconds
+                def draft(context: np.ndarray, client: DrafterClient = client, name: str = tenant.name) -> float:
+                    return timed_draft(client, context, lengths[name])
 
-                return timed
-
-            for each, name in ((client, "missing"), (control, "control")):  # Warm up.
-                in_random_order(draft(each, name), [part[:WARM_UP] for part in kinds], seed=0)
-            missing = in_random_order(draft(client, "missing"), kinds, seed=1)
-            found = in_random_order(draft(control, "control"), kinds, seed=2)
+                in_random_order(draft, [part[:WARM_UP] for part in kinds], seed=0)
+                lengths[tenant.name].clear()
+                times[tenant.name] = in_random_order(draft, kinds, seed=1)
         with grpc.insecure_channel(address) as channel:
-            stub = DrafterServiceStub(channel)
-            names = [["other"] * probes, ["absent"] * probes]
-            refused = in_random_order(lambda name: timed_refusal(stub, own, name), names, seed=3)
-    if any(lengths["missing"]):
+            stub, names = DrafterServiceStub(channel), [["other"] * probes, ["absent"] * probes]
+            refused = in_random_order(lambda name: own.timed_refusal(stub, name), names, seed=3)
+    if any(lengths["own"]):
         raise RuntimeError("a draft has text of another namespace")
     return {
         "probes": probes,
-        "missing draft: known to the other tenant, known to nobody": revealed(*missing),
+        "missing draft: known to the other tenant, known to nobody": revealed(*times["own"]),
         "refused stream: namespace of the other tenant, no such namespace": revealed(*refused),
-        "control, within the other tenant's namespace: known, unknown": revealed(*found),
-        "control: share of contexts with a draft": round(float(np.mean(np.array(lengths["control"]) > 0)), 3),
+        "control, within the other tenant's namespace: known, unknown": revealed(*times["other"]),
+        "control: share of contexts with a draft": round(float(np.mean(np.array(lengths["other"]) > 0)), 3),
     }
 
 
@@ -196,7 +166,7 @@ def main() -> None:
         result = measure(Path(folder), options.tokens, options.probes)
     for name, value in result.items():
         print(f"{name}: {value}")
-    print_document(result)
+    report(result, options.out)
 
 
 if __name__ == "__main__":

@@ -20,22 +20,21 @@ too long (learned), or has only its guess for unknown hardware (guessed). Drafti
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import multiprocessing
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from benchmarks.support.command import list_of, new_parser, positive, print_document
-from benchmarks.support.drafters import Candidate, own_candidates, ssd_drafter
+from benchmarks.support import Row, list_of, new_parser, positive, report
 from benchmarks.support.peers import missing, peer_candidates
+from benchmarks.support.replaying import Candidate, new_drafter, options_of, own_candidates, ssd_drafter
 from drafter_service.observability.pages.tables import console_table
 from engine.commands.progress import LongProgress
 from ssd.budget.padding import NO_PADDING, Padding
@@ -60,7 +59,6 @@ PEER_LENGTHS = (2, 4, 8, 16, 32)
 PEERS = ("arctic", "vllm-ngram", "sglang-ngram")
 OTHERS = ("none", "fixed", *PEERS)
 KNOWN, LEARNED, GUESSED = OWN = ("known", "learned", "guessed")
-Row = dict[str, Any]
 
 
 class SimulatedEngine(NamedTuple):
@@ -139,7 +137,12 @@ class Result(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all replays, and print the figures."""
-    parser = build_parser()
+    parser = new_parser("pricing", __doc__)
+    add: Any = parser.add_argument
+    add("--traces", type=Path, default=Path("build/traces"), metavar="PATH", help="folder or file (build/traces)")
+    add("--max-output-tokens", type=positive, default=30_000, metavar="N", help="of each trace (30,000)")
+    add("--concurrency", type=list_of(positive), default=[1, 4, 16, 64, 128, 256], help="(1,4,16,64,128,256)")
+    add("--jobs", type=positive, default=2, metavar="N", help="replays at a time (2)")
     options = parser.parse_args(arguments)
     paths = sorted(options.traces.glob("*.npz")) if options.traces.is_dir() else [options.traces]
     if not all(path.exists() for path in paths) or not paths:
@@ -149,26 +152,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for peer, reason in skipped.items():
         console.print(f"skipped {peer}: {reason}")
     peers = [peer for peer in PEERS if peer not in skipped]
-    tasks = [*tasks_of(paths, options.concurrency, options.max_output_tokens, peers)]
+    tasks = [
+        Task(path, options.max_output_tokens, count, drafter, number)
+        for path, count in itertools.product(paths, options.concurrency)
+        for drafter in ("none", "fixed", *peers, *OWN)
+        for number in range(len(ENGINES if drafter in OWN else settings_of(drafter)))
+    ]
     rows = rows_of(run_all(tasks, options.jobs))
     print_ratios(console, rows, peers)
-    print_document({"command": "python -m benchmarks.pricing", "results": rows}, options.out)
-
-
-def tasks_of(paths: Sequence[Path], counts: Sequence[int], tokens: int, peers: Sequence[str]) -> Iterator[Task]:
-    """Yield all replays."""
-    for path, count in itertools.product(paths, counts):
-        for drafter in ("none", "fixed", *peers):
-            yield from (Task(path, tokens, count, drafter, number) for number in range(len(settings_of(drafter))))
-        for drafter, number in itertools.product(OWN, range(len(ENGINES))):
-            yield Task(path, tokens, count, drafter, number)
+    report({"command": "python -m benchmarks.pricing", "results": rows}, options.out)
 
 
 @functools.cache
 def settings_of(drafter: str) -> tuple[Candidate, ...]:
     """Return the settings of one of `OTHERS`."""
     if drafter == "none":
-        return tuple(own_candidates("none", (), (), ()))
+        return tuple(own_candidates("none", ()))
     if drafter == "fixed":
         return (
             *own_candidates("ssd", [MAX_DRAFT], SHAPES, COSTS),
@@ -191,52 +190,33 @@ def run_all(tasks: Sequence[Task], jobs: int) -> list[Result]:
 
 
 def run(task: Task) -> Result:
-    """Run one replay."""
-    return run_own(task) if task.drafter in OWN else run_other(task)
+    """Run one replay.
 
-
-def run_other(task: Task) -> Result:
-    """Replay with a drafter that knows no durations, and return those of its steps on each engine."""
-    candidate, recording = settings_of(task.drafter)[task.number], recording_of(task.trace, task.tokens)
-    clocks = [Clock(engine, recording.output_tokens) for engine in ENGINES]
-
-    def observe(step: Step) -> None:
-        for clock in clocks:
-            clock.run(step)
-
-    run_candidate(candidate, recording, task.concurrency, observe)
-    setting = candidate.setting if candidate.cost is None else f"{candidate.setting} cost={candidate.cost:g}"
-    return Result(task, setting, {one.name: clock.seconds for one, clock in zip(ENGINES, clocks, strict=True)})
-
-
-def run_own(task: Task) -> Result:
-    """Replay with SSD, which is told the durations of the engine's steps, learns them from noisy times, or guesses."""
+    SSD is told the durations of the engine's steps, learns them from noisy times, or guesses. Other drafters know no
+    durations, so one replay has those of all engines.
+    """
     from ssd.budget.curve import StepCurve
-
-    engine, recording = ENGINES[task.number], recording_of(task.trace, task.tokens)
-    curve = engine.curve() if task.drafter == KNOWN else StepCurve.unknown(engine.padding)
-    candidate = Candidate("ssd", "", lambda one: ssd_drafter(one, MAX_DRAFT, "tree", curve=curve), MAX_DRAFT)
-    clock = Clock(engine, recording.output_tokens)
-    rng = np.random.default_rng(zlib.crc32(f"{task.trace.stem} {task.concurrency} {engine.name}".encode()))
-
-    def observe(step: Step) -> None:
-        time = clock.run(step)
-        step.step_times = (disturbed(time, rng),) if task.drafter == LEARNED else ()
-
-    run_candidate(candidate, recording, task.concurrency, observe)
-    return Result(task, "", {engine.name: clock.seconds})
-
-
-def run_candidate(
-    candidate: Candidate, recording: Recording, concurrency: int, observe: Callable[[Step], None]
-) -> None:
-    """Replay a recording with a new drafter."""
-    from benchmarks.support.replaying import options_of
     from ssd.replay import replay
 
-    drafter = candidate.build(recording)
-    options = options_of(drafter, None)
-    replay(recording, drafter, concurrency=concurrency, max_draft=candidate.k, options=options, observe=observe)
+    recording, is_own = recording_of(task.trace, task.tokens), task.drafter in OWN
+    engines = ENGINES[task.number : task.number + 1] if is_own else ENGINES
+    if is_own:
+        curve = engines[0].curve() if task.drafter == KNOWN else StepCurve.unknown(engines[0].padding)
+        candidate = Candidate("ssd", "", lambda size: ssd_drafter(size, MAX_DRAFT, "tree", curve=curve), MAX_DRAFT)
+    else:
+        candidate = settings_of(task.drafter)[task.number]
+    clocks = [Clock(engine, recording.output_tokens) for engine in engines]
+    rng = np.random.default_rng(zlib.crc32(f"{task.trace.stem} {task.concurrency} {engines[0].name}".encode()))
+
+    def observe(step: Step) -> None:
+        times = [clock.run(step) for clock in clocks]
+        step.step_times = (disturbed(times[0], rng),) if task.drafter == LEARNED else ()
+
+    drafter = new_drafter(candidate, recording)
+    options = options_of(candidate, drafter, recording)
+    replay(recording, drafter, concurrency=task.concurrency, max_draft=candidate.k, options=options, observe=observe)
+    setting = candidate.setting if candidate.cost is None else f"{candidate.setting} cost={candidate.cost:g}"
+    return Result(task, setting, {one.name: clock.seconds for one, clock in zip(engines, clocks, strict=True)})
 
 
 @functools.lru_cache(maxsize=2)
@@ -277,18 +257,6 @@ def cell(rows: Sequence[Row], own: str, other: str) -> str:
     """Return a cell of the table."""
     ratios = np.array([row[other] / row[own] for row in rows if other in row])
     return f"{np.exp(np.log(ratios).mean()):.3f} ({ratios.min():.3f})" if len(ratios) else "-"
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = new_parser("pricing", __doc__)
-    add: Any = parser.add_argument
-    add("--traces", type=Path, default=Path("build/traces"), metavar="PATH", help="folder or file (build/traces)")
-    add("--max-output-tokens", type=positive, default=30_000, metavar="N", help="of each trace (30,000)")
-    add("--concurrency", type=list_of(positive), default=[1, 4, 16, 64, 128, 256], help="(1,4,16,64,128,256)")
-    add("--jobs", type=positive, default=2, metavar="N", help="replays at a time (2)")
-    add("--out", type=Path, metavar="FILE", help="file for the results")
-    return parser
 
 
 if __name__ == "__main__":

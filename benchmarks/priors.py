@@ -1,8 +1,7 @@
-"""Learn the values that a new corpus's tables start from, and measure what they gain.
+"""Learn the values that a new corpus's tables start from.
 
     python -m benchmarks.priors [--traces build/traces] [--out ssd/kernels/prior.npz]
     python -m benchmarks.priors --without NAME [--out build/priors/without-NAME.npz]
-    python -m benchmarks.priors --leave-one-out [--tokens 1000,5000,40000] [--out FILE]
 
 Each recording is replayed from an empty corpus with tables that start from formulas, as paths and as trees and with
 several costs of a token. What the tables learned in all replays is added up: for each cell the mean of its outcomes,
@@ -10,34 +9,23 @@ which then counts as at most 60 outcomes, and the mean of the weights. Cells of 
 final correction are left out, because they depend on the recording. `python -m benchmarks.traces fetch all` makes the
 recordings; those that `benchmarks/traces/manifest.json` marks with `"teaches": false` are held out. --without holds
 out another one.
-
-With --leave-one-out, each recording of the folder is replayed with what the others taught, from several of its
-requests on, and S (see `benchmarks.replay`) and the calibration error are compared with those of tables that start from
-formulas.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
-from benchmarks.support.command import ROOT, list_of, new_parser, positive, print_document
-from benchmarks.support.drafters import own_candidates, starting_from
-from benchmarks.support.scores import figures
-from benchmarks.traces.fetching import load_manifest
-from drafter_service.observability.pages.tables import console_table
+from benchmarks.support import ROOT, new_parser, positive
+from benchmarks.support.replaying import new_drafter, own_candidates, replay, starting_from
+from benchmarks.traces import load_manifest
 from ssd.replay import Recording
 
 LEARNED = (("path", 0.02), ("path", 0.1), ("tree", 0.005), ("tree", 0.05))
 """Shapes and costs that the tables learn with."""
-MEASURED = (("path", 0.02), ("path", 0.1), ("tree", 0.005), ("tree", 0.02), ("tree", 0.1))
 PRIOR = ROOT / "ssd" / "kernels" / "prior.npz"
 LEFT_OUT = ROOT / "build" / "priors"
 """Folder for start values that were made without a recording."""
@@ -46,8 +34,6 @@ LEARNED_TOKENS = 40_000
 """Output tokens of each recording that the tables learn from."""
 MOST_SEEN = 60.0
 """Largest number of outcomes that a cell starts with; 5 to 250 were tried, and 20 to 250 do not differ."""
-WINDOWS = ((5_000, (0.0, 0.33, 0.66)), (40_000, (0.0, 0.4)))
-"""Where replays of less than a number of tokens begin, as fractions of a recording's requests; others at 0."""
 
 Tables = tuple[np.ndarray, np.ndarray]
 """Cells and weights."""
@@ -55,21 +41,12 @@ Learned = dict[str, list[Tables]]
 """What each recording taught, in the order of `LEARNED`."""
 
 
-class Task(NamedTuple):
-    """One replay."""
-
-    trace: Path
-    shape: str
-    cost: float
-    tokens: int
-    start: float = 0.0
-    prior: Path | None = None
-    """File of the values that the tables start from; None: formulas."""
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Learn from all recordings, and write or measure the result."""
-    parser = build_parser()
+    """Learn from all recordings, and write the result."""
+    parser = new_parser("priors", __doc__)
+    parser.add_argument("--traces", type=Path, default=Path("build/traces"), help="folder of recordings (build/traces)")
+    parser.add_argument("--without", metavar="NAME", help="recording that nothing is learned from")
+    parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="replays at a time (2)")
     options = parser.parse_args(arguments)
     try:
         teachers = teachers_in(options.traces)
@@ -79,20 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     with ProcessPoolExecutor(options.jobs) as pool:
         learned = learn_all(teachers, pool.map)
-        if not options.leave_one_out:
-            default = left_out_file(options.without) if options.without else PRIOR
-            write(pooled(learned, options.without), options.out or default)
-            return
-        rows, left_out = [], write_left_out(learned)
-        for tokens in options.tokens:
-            rows += measure_all(pool, sorted(options.traces.glob("*.npz")), left_out, tokens)
-            print_gains([row for row in rows if row["tokens"] == tokens], tokens)
-    print_document({"command": "python -m benchmarks.priors --leave-one-out", "results": rows}, options.out)
+    default = left_out_file(options.without) if options.without else PRIOR
+    write(pooled(learned, options.without), options.out or default)
 
 
 def teacher_names() -> list[str]:
     """Return the names of the recordings that the shipped values are learned from."""
-    return sorted(name for name, source in load_manifest().items() if source.teaches)
+    return sorted(name for name, source in load_manifest().items() if source["teaches"])
 
 
 def teachers_in(folder: Path) -> dict[str, Path]:
@@ -108,9 +78,20 @@ def teachers_in(folder: Path) -> dict[str, Path]:
 
 def learn_all(teachers: Mapping[str, Path], run: Callable[..., Iterable[Tables]] = map) -> Learned:
     """Replay recordings, and return what the tables learned from each, by name; run: `map` of a pool of processes."""
-    tasks = [Task(path, *setting, LEARNED_TOKENS) for path in teachers.values() for setting in LEARNED]
-    tables = list(run(learn, tasks))
+    paths = [path for path in teachers.values() for _ in LEARNED]
+    tables = list(run(learn, paths, LEARNED * len(teachers)))
     return {name: tables[at * len(LEARNED) : (at + 1) * len(LEARNED)] for at, name in enumerate(teachers)}
+
+
+def learn(trace: Path, setting: tuple[str, float]) -> Tables:
+    """Return the cells and weights after a replay; setting: shape and cost."""
+    shape, cost = setting
+    recording = Recording.load(trace).first(LEARNED_TOKENS)
+    [candidate] = own_candidates("ssd", [MAX_DRAFT], [shape], [cost])
+    candidate = starting_from(candidate, None)
+    drafter = new_drafter(candidate, recording)
+    replay(candidate, recording, drafter=drafter)
+    return drafter.corpus.learned.cells, drafter.corpus.learned.weights
 
 
 def left_out_file(name: str) -> Path:
@@ -124,31 +105,6 @@ def write_left_out(learned: Learned) -> dict[str, Path]:
     for name, path in files.items():
         write(pooled(learned, name), path)
     return files
-
-
-def learn(task: Task) -> Tables:
-    """Return the cells and weights after a replay."""
-    drafter, _ = replayed(task)
-    return drafter.corpus.learned.cells, drafter.corpus.learned.weights
-
-
-def measure(task: Task) -> dict[str, Any]:
-    """Return S and the calibration error of a replay."""
-    _, tally = replayed(task)
-    found = figures(tally, task.cost)
-    return {"S": found["S"], "ece": found["ece_all"]}
-
-
-def replayed(task: Task) -> tuple[Any, Any]:
-    """Replay the first tokens of a recording, from a fraction of its requests on; return the drafter and the tally."""
-    from benchmarks.support.replaying import replay
-
-    recording = Recording.load(task.trace)
-    rows = np.arange(len(recording))[int(task.start * len(recording)) :]
-    recording = recording.take(rows).first(task.tokens)
-    [candidate] = own_candidates("ssd", [MAX_DRAFT], [task.shape], [task.cost])
-    drafter = starting_from(candidate, task.prior).build(recording)
-    return drafter, replay(candidate, recording, drafter=drafter)
 
 
 def pooled(learned: Learned, without: str | None = None) -> Tables:
@@ -184,59 +140,6 @@ def write(tables: Tables, path: Path) -> None:
         path, layout=np.int64(tables_layout()), index=index, cells=cells[index], weights=weights[:SETS].astype("f4")
     )
     print(f"{path}: {len(index)} cells, {path.stat().st_size:,} bytes")
-
-
-def measure_all(
-    pool: ProcessPoolExecutor, paths: Sequence[Path], left_out: Mapping[str, Path], tokens: int
-) -> list[dict[str, Any]]:
-    """Replay each recording with formulas and with what the others taught; return a row for each setting and start.
-
-    left_out: see `write_left_out`; other recordings start from the shipped values.
-    """
-    starts: tuple[float, ...] = next((starts for most, starts in WINDOWS if tokens < most), (0.0,))
-    plain = [Task(path, *setting, tokens, start) for path, setting, start in itertools.product(paths, MEASURED, starts)]
-    before = pool.map(measure, plain)
-    after = pool.map(measure, (task._replace(prior=left_out.get(task.trace.stem, PRIOR)) for task in plain))
-    return [
-        {
-            "trace": task.trace.stem,
-            "shape": task.shape,
-            "cost": task.cost,
-            "tokens": tokens,
-            "start": task.start,
-            "S_formulas": old["S"],
-            "S": new["S"],
-            "ece_formulas": old["ece"],
-            "ece": new["ece"],
-        }
-        for task, old, new in zip(plain, before, after, strict=True)
-    ]
-
-
-def print_gains(rows: Sequence[dict[str, Any]], tokens: int) -> None:
-    """Print the geometric mean and the least of the gains for each shape and cost."""
-    lines = []
-    for shape, cost in (*MEASURED, ("all", None)):
-        of_setting = [row for row in rows if cost is None or (row["shape"], row["cost"]) == (shape, cost)]
-        gains = np.array([row["S"] / row["S_formulas"] for row in of_setting])
-        errors = [f"{np.mean([row[name] or 0.0 for row in of_setting]):.4f}" for name in ("ece", "ece_formulas")]
-        cells = (f"{np.exp(np.log(gains).mean()):.4f}", f"{gains.min():.3f}", *errors)
-        lines.append((shape, "" if cost is None else f"{cost:g}", *cells))
-    heads = ("shape", "cost", "S / formulas", "least", "calibration error", "formulas")
-    Console().print(console_table(heads, lines, title=f"{tokens:,} tokens"))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = new_parser("priors", __doc__)
-    add: Any = parser.add_argument
-    add("--traces", type=Path, default=Path("build/traces"), metavar="FOLDER", help="recordings (build/traces)")
-    add("--without", metavar="NAME", help="recording that nothing is learned from")
-    add("--leave-one-out", action="store_true", help="measure instead of writing the file")
-    add("--tokens", type=list_of(positive), default=[1000, 5000, 40_000], help="output tokens (1000,5000,40000)")
-    add("--jobs", type=positive, default=2, metavar="N", help="replays at a time (2)")
-    add("--out", type=Path, metavar="FILE", help="file to write; --leave-one-out: for the results, none by default")
-    return parser
 
 
 if __name__ == "__main__":

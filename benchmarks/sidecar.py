@@ -12,21 +12,25 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import ssd
-from benchmarks.support.command import list_of, new_parser, positive, print_document
-from benchmarks.support.sidecar_load import CORPUS_SEED, ENGINE_SEED, LONG_DEADLINE_S, client_of, engine_on, fill
-from benchmarks.support.simulated import SimulatedEngine
-from benchmarks.support.text import Writer
+from benchmarks.support import list_of, new_parser, positive, report, say
+from benchmarks.support.load import (
+    CORPUS_SEED,
+    ENGINE_SEED,
+    LONG_DEADLINE_S,
+    SimulatedEngine,
+    Writer,
+    client_of,
+    fill,
+)
 from drafter_service.observability.measuring.rounds import alternated, columns, median_of, median_ratio
 from drafter_service.observability.measuring.sidecar import running_sidecar
 from ssd.config import DrafterConfig
@@ -53,8 +57,8 @@ def measure_steps(address: str, corpus_tokens: int) -> Results:
     for batch in (1, BATCH):
         client = client_of(address, deadline_s=LONG_DEADLINE_S)
         engines = {
-            "embedded": engine_on(ssd.SuffixDrafter(config, corpus=corpus), batch),
-            "remote": engine_on(client, batch),
+            "embedded": SimulatedEngine(ssd.SuffixDrafter(config, corpus=corpus), batch),
+            "remote": SimulatedEngine(client, batch),
         }
         blocks = columns(alternated({name: partial(block, engine) for name, engine in engines.items()}, range(BLOCKS)))
         added = [
@@ -124,7 +128,7 @@ def share(start: Any) -> None:
 def run_engine(address: str, seed: int) -> Results:
     """Run the steps of one engine with `BATCH` sequences, and return its measurements."""
     client = client_of(address, deadline_s=LONG_DEADLINE_S)
-    engine = engine_on(client, BATCH, seed)
+    engine = SimulatedEngine(client, BATCH, seed)
     for _ in range(WARM_UP_STEPS):
         engine.step()
     drafts = engine.steps
@@ -148,15 +152,14 @@ def main() -> None:
     parser = new_parser("sidecar", __doc__)
     parser.add_argument("--corpus", type=positive, default=1_000_000, help="tokens in the corpus (1,000,000)")
     parser.add_argument("--parts", type=list_of(str), default=[*PARTS], help=f"parts to measure ({','.join(PARTS)})")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results")
     options = parser.parse_args()
     result: Results = {}
     for name in options.parts:
-        print(f"measuring {name}...", file=sys.stderr, flush=True)
+        say(f"measuring {name}...")
         with running_sidecar("--capacity", str(options.corpus)) as sidecar:
-            fill(sidecar.address, options.corpus)
+            fill(sidecar.address, Writer(CORPUS_SEED).take(options.corpus))
             result |= PARTS[name](sidecar.address, options.corpus)
-    print_document(result, options.out)
+    report(result, options.out)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ need some minutes each, so a run of less than half an hour says little.
 
 The first sixth of the run is a warm-up. The second sixth is compared with the last one: memory must not grow by more
 than 2 %, no thread, descriptor or file may be left over, and the 99th percentile of request latency may rise by 10 % at
-most. The page soak.html and the document soak.json are written to --out; the document is also the last line of the
-output. The exit code is 1 if a target was missed.
+most. The results are written to --out, and are the last line of the output. The exit code is 1 if a target was missed.
 """
 
 from __future__ import annotations
@@ -16,32 +15,35 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import numpy as np
 
-from benchmarks.cluster.nodes import Cluster, Node, Usage, add_options, check_options, in_background, running_cluster
+from benchmarks.cluster.nodes import (
+    Cluster,
+    Node,
+    Usage,
+    check_options,
+    cluster_parser,
+    in_background,
+    running_cluster,
+)
 from benchmarks.cluster.texts import namespace_name
 from benchmarks.cluster.traffic import Record, Traffic, mixed_prompts
-from benchmarks.support.command import new_parser
-from benchmarks.support.sidecar_load import NAMESPACE, Feed, client_of, engine_on, texts_message
-from benchmarks.support.targets import at_most, conclude, target_panel
+from benchmarks.support import report, say, target
+from benchmarks.support.load import NAMESPACE, Feed, SimulatedEngine, client_of, observe
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.measuring.results import machine
-from drafter_service.observability.pages import page as pages
-from drafter_service.observability.pages.charts import Axis, Series, line_chart
-from drafter_service.observability.pages.svg import Frame
-from drafter_service.observability.pages.tables import html_table
+from drafter_service.observability.pages.tables import markdown_table
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
+from drafter_service.transport.wire import pack
 from engine.models.shipped import SHIPPED_MODEL
 
 SMALL = ("--capacity", "200k", "--set", "log.max_tokens=400000")
@@ -51,7 +53,7 @@ RATE = 3.0
 SAMPLE_S = 5.0
 MIN_MINUTES = 2.0
 """Shortest run of which each sixth has several samples."""
-FILL_TEXTS, FILL_TOKENS, FILL_AT_ONCE = 70_000, 8, 1_000
+FILL_TEXTS, FILL_TOKENS = 70_000, 8
 """Texts that fill a namespace and their tokens. Sidecars keep the names of the last 65,536 texts of the log."""
 BATCH, STEPS_PER_CONNECTION = 4, 100
 CONNECTION_S, ROUND_S = 2.0, 0.5
@@ -61,28 +63,24 @@ ERROR_PAUSE_S = 1.0
 PARTS = 6
 """The first part of the run is the warm-up; the second part is compared with the last one."""
 MAX_GROWTH, MAX_SLOWER = 0.02, 0.10
-BUCKETS = 60
-"""Points of each curve of the document."""
-FRAMES = Frame(width=900, height=260, left=70, right=20, top=20), Frame()
-
-Document = dict[str, Any]
 
 
 def main() -> None:
     """Run the load and print the results."""
-    parser = new_parser("soak", __doc__)
-    add_options(parser, Path("build/soak"))
+    parser = cluster_parser("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help=f"{MIN_MINUTES:g} at least (60)")
     options = parser.parse_args()
     if options.minutes < MIN_MINUTES:
         parser.error(f"--minutes must be at least {MIN_MINUTES:g}")
     check_options(options)
-    document = soak(options)
-    conclude("soak", document, render_page(document), options.out)
+    document = {**machine(), "engine": options.engine, **soak(options)}
+    rows = document["processes"]
+    print(markdown_table([*rows[0]], [[str(value) for value in row.values()] for row in rows]))
+    report(document, options.out)
 
 
-def soak(options: argparse.Namespace) -> Document:
-    """Run the load and return the document."""
+def soak(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the load; return the figures and the targets."""
     seconds, samples, errors = options.minutes * 60, list[Sample](), list[str]()
     with running_cluster(2, options, *SMALL) as cluster, ExitStack() as stack:
         for node, namespace in itertools.product(cluster.nodes, (NAMESPACE, namespace_name())):
@@ -97,16 +95,9 @@ def soak(options: argparse.Namespace) -> Document:
             samples.append(sample(cluster))
             if len(samples) % 12 == 0:
                 found = f"{len(traffic.records)} requests, {len(traffic.failures) + len(errors)} errors"
-                print(f"{passed:.0f} of {seconds:.0f} s: {found}", file=sys.stderr, flush=True)
+                say(f"{passed:.0f} of {seconds:.0f} s: {found}")
         ended = time.monotonic()
-    errors = traffic.failures + errors
-    return {
-        **machine(),
-        "engine": options.engine,
-        "errors": errors[:20],
-        "error_count": len(errors),
-        **figures(samples, traffic.records, began, ended, len(errors)),
-    }
+    return figures(samples, traffic.records, began, ended, traffic.failures + errors)
 
 
 # --- The load of a sidecar besides its engine. It is constant and light, so that latencies can be compared over time.
@@ -116,9 +107,7 @@ def fill(node: Node, namespace: str) -> None:
     """Let the sidecar of a node learn and publish texts until everything that grows with them has its final size."""
     random, vocabulary = np.random.default_rng(0), model_identity(SHIPPED_MODEL).vocab_size
     with node.stub() as stub:
-        for _ in range(0, FILL_TEXTS, FILL_AT_ONCE):
-            texts = random.integers(0, vocabulary, (FILL_AT_ONCE, FILL_TOKENS)).astype(np.uint32)
-            stub.Observe(pb.ObserveRequest(namespace=namespace, texts=texts_message(list(texts))))
+        observe(stub, namespace, random.integers(0, vocabulary, (FILL_TEXTS, FILL_TOKENS)).astype(np.uint32))
 
 
 @contextmanager
@@ -149,7 +138,7 @@ def repeat(work: Callable[[int], object], pause_s: float, errors: list[str], sto
 def run_client(address: str, number: int) -> None:
     """Connect, run a batch for some steps, and disconnect, with or without finishing the sequences."""
     client = client_of(address, deadline_s=0.01)
-    engine = engine_on(client, BATCH, number, learn=True)
+    engine = SimulatedEngine(client, BATCH, number, learn=True)
     for _ in range(STEPS_PER_CONNECTION):
         engine.step()
     if number % 3 == 0:
@@ -159,11 +148,11 @@ def run_client(address: str, number: int) -> None:
 
 def call_everything(stub: DrafterServiceStub, metrics: str, number: int) -> None:
     """Make one call of each kind to the service."""
-    name = f"temporary-{number % 4}"
-    texts = texts_message([np.arange(number % 1000, number % 1000 + 200, dtype=np.uint32)])
-    texts.request_ids.append(f"request-{number}")
+    name, request = f"temporary-{number % 4}", f"request-{number}"
+    tokens = pack(np.arange(number % 1000, number % 1000 + 200), "u4")
+    texts = pb.Texts(tokens=tokens, offsets=pack(np.array([0, 200]), "u4"), request_ids=[request])
     stub.Observe(pb.ObserveRequest(namespace=name, texts=texts))
-    stub.Forget(pb.ForgetRequest(namespace=name, request_id=f"request-{number}"))
+    stub.Forget(pb.ForgetRequest(namespace=name, request_id=request))
     stub.Report(pb.ReportRequest())
     stub.ListNamespaces(pb.ListNamespacesRequest())
     with urlopen(f"http://{metrics}/metrics") as answer:
@@ -196,134 +185,46 @@ def sample(cluster: Cluster) -> Sample:
 
 
 def figures(
-    samples: Sequence[Sample], records: Sequence[Record], began: float, ended: float, error_count: int
-) -> Document:
-    """Return the figures of the run between two times, and the targets."""
+    samples: Sequence[Sample], records: Sequence[Record], began: float, ended: float, errors: Sequence[str]
+) -> dict[str, Any]:
+    """Return the figures of the run between two times, as pairs of the second and the last part, and the targets."""
     part = (ended - began) / PARTS
     periods = (began + part, began + 2 * part), (ended - part, ended)
     chosen = [[each for each in samples if start <= each.time <= end] for start, end in periods]
-    latencies = [[each.seconds for each in records if start <= each.due < end] for start, end in periods]
-    p50, p99 = (
-        [round(float(np.percentile(seconds, percent)) * 1000, 1) for seconds in latencies] for percent in (50, 99)
-    )
-    processes = [compare_process(name, *chosen) for name in samples[0].usages]
+    latencies = [[1e3 * each.seconds for each in records if start <= each.due < end] for start, end in periods]
+    p50, p99 = ([round(float(np.percentile(times, percent)), 1) for times in latencies] for percent in (50, 99))
+    processes = [process_figures(name, chosen) for name in samples[0].usages]
     files = [min(each.files for each in period) for period in chosen]
-    rows: list[tuple[str, float, float]] = [("errors", error_count, 0.0)]
-    rows += [(f"memory of {each['name']}, growth", each["growth"], MAX_GROWTH) for each in processes]
+    limits = [("errors", len(errors), 0.0), ("files left over", max(0, files[1] - files[0]), 0.0)]
+    limits += [(f"memory of {each['process']}, growth", each["growth"], MAX_GROWTH) for each in processes]
     for kind in ("threads", "descriptors"):
-        rows.append((f"{kind} left over", sum(max(0, each[kind][1] - each[kind][0]) for each in processes), 0.0))
-    rows.append(("files left over", max(0, files[1] - files[0]), 0.0))
-    rows.append(("latency, p99, growth", round(p99[1] / p99[0] - 1, 4), MAX_SLOWER))
+        limits.append((f"{kind} left over", sum(max(0, each[kind][1] - each[kind][0]) for each in processes), 0.0))
+    limits.append(("latency, p99, growth", round(p99[1] / p99[0] - 1, 4), MAX_SLOWER))
     return {
         "seconds": round(ended - began),
         "requests": len(records),
-        "part_s": round(part),
+        "errors": [*errors[:20]],
         "latency_ms": {"p50": p50, "p99": p99},
         "files": files,
         "processes": processes,
-        "curves": curves(samples, records, began, ended),
-        "targets": [at_most(most).row(name, value) for name, value, most in rows],
+        "targets": [target(name, value, "at most", most) for name, value, most in limits],
     }
 
 
-def compare_process(name: str, first: Sequence[Sample], last: Sequence[Sample]) -> Document:
+def process_figures(name: str, periods: Sequence[Sequence[Sample]]) -> dict[str, Any]:
     """Return the resources of a process in two periods, as pairs."""
-    pairs = [[each.usages[name] for each in samples] for samples in (first, last)]
-    memory = [float(np.mean([usage.memory_bytes for usage in usages])) for usages in pairs]
-    cores = [
-        (usages[-1].cpu_s - usages[0].cpu_s) / (samples[-1].time - samples[0].time)
-        for usages, samples in zip(pairs, (first, last), strict=True)
-    ]
+    usages = [[each.usages[name] for each in samples] for samples in periods]
+    memory = [float(np.mean([usage.memory_bytes for usage in own])) for own in usages]
+    seconds = [samples[-1].time - samples[0].time for samples in periods]
     return {
-        "name": name,
+        "process": name,
         "memory_mb": [round(value / 1e6, 2) for value in memory],
         "growth": round(memory[1] / memory[0] - 1, 4),
         # The least number, since some are in use for a moment only.
-        "threads": [min(usage.threads for usage in usages) for usages in pairs],
-        "descriptors": [min(usage.descriptors for usage in usages) for usages in pairs],
-        "cores": [round(value, 3) for value in cores],
+        "threads": [min(usage.threads for usage in own) for own in usages],
+        "descriptors": [min(usage.descriptors for usage in own) for own in usages],
+        "cores": [round((own[-1].cpu_s - own[0].cpu_s) / s, 3) for own, s in zip(usages, seconds, strict=True)],
     }
-
-
-def curves(samples: Sequence[Sample], records: Sequence[Record], began: float, ended: float) -> Document:
-    """Return memory by process, and latency, over time, as means and 99th percentiles of equal periods."""
-    edges = np.linspace(began, ended, BUCKETS + 1)
-
-    def by_bucket(function: Callable[[np.ndarray], Any], times: list[float], values: list[float]) -> list[float | None]:
-        buckets = np.digitize(times, edges) - 1
-        parts = [np.array(values)[buckets == at] for at in range(BUCKETS)]
-        return [round(float(function(part)), 2) if len(part) else None for part in parts]
-
-    times = [each.time for each in samples]
-    return {
-        "seconds": [round(float(edge - began), 1) for edge in edges[1:]],
-        "memory_mb": {
-            name: by_bucket(np.mean, times, [each.usages[name].memory_bytes / 1e6 for each in samples])
-            for name in samples[0].usages
-        },
-        "latency_p99_ms": by_bucket(
-            lambda values: np.percentile(values, 99),
-            [each.due for each in records],
-            [each.seconds * 1000 for each in records],
-        ),
-    }
-
-
-# --- The page
-
-
-def render_page(document: Mapping[str, Any]) -> str:
-    """Return the page of a document: memory and latency over time, and what each process uses at start and end."""
-    p99, over_time = document["latency_ms"]["p99"], document["curves"]
-    minutes = [second / 60 for second in over_time["seconds"]]
-    growth = max(each["growth"] for each in document["processes"])
-    cards = [
-        pages.card("requests", f"{document['requests']:,}", f"{document['error_count']} errors"),
-        pages.card("largest growth of memory", f"{growth:+.1%}", "of any process, after the warm-up"),
-        pages.card("latency, p99", f"{p99[1]:.0f} ms", f"{p99[0]:.0f} ms after the warm-up"),
-        pages.card("files", f"{document['files'][1]}", f"{document['files'][0]} after the warm-up"),
-    ]
-    latency = chart(minutes, over_time["latency_p99_ms"], "latency, p99", "ms")
-    panels = [pages.panel("Latency of requests, p99", "By time of the request.", latency, kind="across")]
-    panels += [
-        pages.panel(
-            f"Memory of {name}", "Proportional set size.", chart(minutes, memory, "memory", "MB"), kind="across"
-        )
-        for name, memory in over_time["memory_mb"].items()
-    ]
-    table = process_table(document["processes"])
-    panels.append(pages.panel("Processes", "After the warm-up, and at the end.", table, kind="across"))
-    panels.append(target_panel(document["targets"]))
-    lead = (
-        f"Engines: {document['engine']}. {document['seconds'] / 60:.0f} minutes, {document['cores']} cores, "
-        f"{document['date']}. The {document['part_s'] / 60:.1f} minutes after a warm-up of the same length are "
-        "compared with the last ones."
-    )
-    main = pages.cards(cards) + pages.panels(panels)
-    return pages.page("A cluster under constant load", main, "python -m benchmarks.soak", lead=lead)
-
-
-def chart(minutes: Sequence[float], values: Sequence[float | None], name: str, unit: str) -> str:
-    """Return a chart of values over time."""
-    known = [(minute, value) for minute, value in zip(minutes, values, strict=True) if value is not None]
-    return line_chart(
-        f"{name} over time",
-        Axis.to(minutes[-1], "minutes", is_exact=True),
-        Axis.to(max(value for _, value in known) * 1.1, unit),
-        [Series(name, "green", known)],
-        frames=FRAMES,
-    )
-
-
-def process_table(processes: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of what each process uses in both periods."""
-    rows = []
-    for each in processes:
-        memory = " / ".join(f"{value:,.1f}" for value in each["memory_mb"])
-        counts = [" / ".join(map(str, each[kind])) for kind in ("threads", "descriptors")]
-        cores = " / ".join(f"{value:.2f}" for value in each["cores"])
-        rows.append((each["name"], memory, f"{each['growth']:+.2%}", *counts, cores))
-    return html_table(("process", "memory, MB", "growth", "threads", "descriptors", "cores"), rows)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Two engines, two sidecars, Redis and a router: what sharing gains, how soon, its cost, and the effects of faults."""
+"""Two engines, two sidecars and Redis in processes of their own, requests to the engines, and texts of the sidecars."""

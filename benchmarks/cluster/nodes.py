@@ -1,7 +1,4 @@
-"""The cluster: nodes of an engine and its sidecar, and Redis, each in a process of its own.
-
-Each sidecar reaches Redis through a link that can be cut.
-"""
+"""The processes of a cluster: Redis, and nodes of an engine and its sidecar."""
 
 from __future__ import annotations
 
@@ -16,12 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from socketserver import ThreadingTCPServer
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
@@ -30,7 +26,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.hosts.engines import HOSTS, NULL_PROPOSER
-from benchmarks.support.command import ROOT
+from benchmarks.support import ROOT, new_parser
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from drafter_service.transport.wire import MESSAGE_SIZES
@@ -43,18 +39,18 @@ DEADLINE_S = 0.25
 """Longest time that a step of vLLM waits for a draft: long, so that a stalled machine causes a slow step and not a
 missing draft. The engine of this project waits 10 ms (engine/drafters/kinds.py).
 """
-DISK_BYTES = 256 << 20
-"""Size of the disk of a snapshot folder, where it may have one of its own."""
 SNAPSHOT_S = 30
 START_TIMEOUT_S, STOP_TIMEOUT_S, CALL_TIMEOUT_S, PROBE_TIMEOUT_S = 300.0, 60.0, 60.0, 2.0
 REDIS_PERSISTENCE = ("--save", "", "--appendonly", "yes", "--appendfsync", "everysec")
 
 
-def add_options(parser: argparse.ArgumentParser, out: Path) -> None:
-    """Add the options that choose the engines and the folder of results."""
+def cluster_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that choose the engines; logs are written beside `--out`."""
+    parser = new_parser(name, description)
+    parser.set_defaults(out=Path("build", name, f"{name}.json"))
     parser.add_argument("--engine", choices=("ssd", "vllm"), help="default: vllm if --hosts exists, else ssd")
     parser.add_argument("--hosts", type=Path, default=HOSTS, help=f"virtual environment with vLLM ({HOSTS})")
-    parser.add_argument("--out", type=Path, default=out, help="folder for results and logs")
+    return parser
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -65,7 +61,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise SystemExit(f"there is no {python}; run `make hosts`, or choose --engine ssd")
     if shutil.which("redis-server") is None:
         raise SystemExit("redis-server is not installed; run: apt-get install redis-server")
-    (options.out / "logs").mkdir(parents=True, exist_ok=True)
+    (options.out.parent / "logs").mkdir(parents=True, exist_ok=True)
 
 
 class Usage(NamedTuple):
@@ -79,29 +75,23 @@ class Usage(NamedTuple):
     descriptors: int
 
 
+@dataclass
 class ManagedProcess:
     """A command that runs in a process group of its own, with its output in a file."""
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        logs: Path,
-        is_ready: Callable[[], bool],
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        """name: for reports. logs: folder for the output. environment: variables besides the current."""
-        self.name = name
-        self.command = list(command)
-        self.environment = dict(environment or {})
-        self._log, self._is_ready = logs / f"{name.replace(' ', '-')}.log", is_ready
-        self._process: psutil.Popen | None = None
-        self._past_cpu_s = 0.0
+    name: str
+    command: Sequence[str]
+    log: Path
+    is_ready: Callable[[], bool]
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables besides the current ones."""
+    process: psutil.Popen | None = None
+    _past_cpu_s: float = 0.0
 
     def start(self) -> None:
         """Start the process without waiting until it is ready."""
-        with self._log.open("ab") as output:
-            self._process = psutil.Popen(
+        with self.log.open("ab") as output:
+            self.process = psutil.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -113,41 +103,14 @@ class ManagedProcess:
     def await_ready(self) -> None:
         """Return once the process serves. Raises SystemExit if it ends, or is not ready in time."""
         until = time.monotonic() + START_TIMEOUT_S
-        while not self._is_ready():
-            if self._process is None or self._process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"{self.name} did not start; see {self._log}")
+        while not self.is_ready():
+            if self.process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{self.name} did not start; see {self.log}")
             time.sleep(0.1)
 
-    def kill(self) -> None:
-        """Kill the process and its children with SIGKILL, as the kernel does when memory runs out."""
-        self._end(signal.SIGKILL)
-
-    def stop(self) -> None:
-        """Ask the process to end, and kill what is left of it after a while."""
-        self._end(signal.SIGTERM)
-
-    def restart(self, pause_s: float) -> None:
-        """Kill the process, and start it again after a pause."""
-        self.kill()
-        time.sleep(pause_s)
-        self.start()
-        self.await_ready()
-
-    def usage(self) -> Usage:
-        """Return the resources that the process and its children use now."""
-        used = [Usage(self._past_cpu_s, 0, 0, 0)]
-        # A process may end while it is read.
-        with suppress(psutil.NoSuchProcess):
-            for each in [] if self._process is None else [self._process, *self._process.children(recursive=True)]:
-                with suppress(psutil.NoSuchProcess):
-                    # Of the process, and of its children that have ended.
-                    cpu_s = sum(each.cpu_times()[:4])
-                    used.append(Usage(cpu_s, each.memory_full_info().pss, each.num_threads(), each.num_fds()))
-        return Usage(*map(sum, zip(*used, strict=True)))
-
-    def _end(self, number: signal.Signals) -> None:
-        process = self._process
-        if process is None:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send the process a signal, and after a while kill what is left of it and its children."""
+        if (process := self.process) is None:
             return
         self._past_cpu_s = self.usage().cpu_s
         if process.poll() is None:
@@ -157,86 +120,53 @@ class ManagedProcess:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        self._process = None
+        self.process = None
 
+    def restart(self, pause_s: float) -> None:
+        """Kill the process, as the kernel does when memory runs out, and start it again after a pause."""
+        self.end(signal.SIGKILL)
+        time.sleep(pause_s)
+        self.start()
+        self.await_ready()
 
-class Link(ThreadingTCPServer):
-    """A network link to a port of this machine that can be cut.
-
-    While it is cut it holds all bytes, and connections are accepted but not forwarded, so that neither end learns of
-    it. After it is healed everything arrives, as TCP delivers it after a partition.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, target_port: int) -> None:
-        super().__init__((HOST, 0), self._forward)
-        self._target_port = target_port
-        self.is_whole = threading.Event()
-        """Clear it to cut the link, and set it to heal it."""
-        self.is_whole.set()
-        self.bytes = 0
-        """Bytes forwarded in both directions."""
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Forward connections in threads."""
-        thread = threading.Thread(target=self.serve_forever, name="link", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self.shutdown()
-            self.server_close()
-
-    def _forward(self, client: socket.socket, *_: object) -> None:
-        """Forward both directions of a connection until it ends."""
-        self.is_whole.wait()
-        with suppress(OSError), socket.create_connection((HOST, self._target_port)) as target:
-            back = threading.Thread(target=self._copy, args=(target, client), daemon=True)
-            back.start()
-            self._copy(client, target)
-            back.join()
-
-    def _copy(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while part := source.recv(1 << 16):
-                self.is_whole.wait()
-                self.bytes += len(part)
-                target.sendall(part)
-        self.is_whole.wait()
-        with suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
+    def usage(self) -> Usage:
+        """Return the resources that the process and its children use now."""
+        used = [Usage(self._past_cpu_s, 0, 0, 0)]
+        # A process may end while it is read.
+        with suppress(psutil.NoSuchProcess):
+            for each in [] if self.process is None else [self.process, *self.process.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    # Of the process, and of its children that have ended.
+                    cpu_s = sum(each.cpu_times()[:4])
+                    used.append(Usage(cpu_s, each.memory_full_info().pss, each.num_threads(), each.num_fds()))
+        return Usage(*map(sum, zip(*used, strict=True)))
 
 
 class Node:
-    """An engine, its sidecar, and the sidecar's link to Redis."""
+    """An engine and its sidecar."""
 
     def __init__(
         self, name: str, folder: Path, redis_port: int, options: argparse.Namespace, sidecar_arguments: Sequence[str]
     ) -> None:
-        self.name = name
-        self.snapshots = folder / "snapshots"
-        self.snapshots.mkdir(parents=True)
-        self.has_disk = False
-        """Whether the snapshot folder is a disk of its own."""
-        self.link = Link(redis_port)
-        self.address = f"unix:{folder}/drafter.sock"
-        """Address of the sidecar."""
-        self.port = free_port()
-        """Port of the engine."""
-        self.metrics = f"{HOST}:{free_port()}"
-        """Address of the sidecar's metrics."""
+        folder.mkdir()
+        self.name, self.address = name, f"unix:{folder}/drafter.sock"
+        self.port, self.metrics = free_port(), f"{HOST}:{free_port()}"
+        """Port of the engine, and address of the sidecar's metrics."""
         command = [sys.executable, "-m", "drafter_service.commands.main", "serve", "--log-level", "warning"]
-        command += ["--listen", self.address, "--metrics", self.metrics]
-        command += ["--snapshot-folder", str(self.snapshots), "--set", f"snapshots.interval_s={SNAPSHOT_S}"]
-        command += ["--log", f"redis://{HOST}:{self.link.server_address[1]}"]
-        logs = options.out / "logs"
+        command += ["--listen", self.address, "--metrics", self.metrics, "--log", f"redis://{HOST}:{redis_port}"]
+        command += ["--snapshot-folder", str(folder / "snapshots"), "--set", f"snapshots.interval_s={SNAPSHOT_S}"]
+        logs = options.out.parent / "logs"
         self.sidecar = ManagedProcess(
-            f"sidecar {name}", [*command, *sidecar_arguments], logs, lambda: is_serving(self.address), PYTHON_PATH
+            f"sidecar {name}",
+            [*command, *sidecar_arguments],
+            logs / f"sidecar-{name}.log",
+            lambda: is_serving(self.address),
+            {**PYTHON_PATH},
         )
         command, environment = engine_command(options, self.port, self.address)
-        self.engine = ManagedProcess(f"engine {name}", command, logs, lambda: is_healthy(self.port), environment)
+        self.engine = ManagedProcess(
+            f"engine {name}", command, logs / f"engine-{name}.log", lambda: is_healthy(self.port), environment
+        )
 
     @contextmanager
     def stub(self) -> Iterator[DrafterServiceStub]:
@@ -280,12 +210,12 @@ def engine_command(options: argparse.Namespace, port: int, sidecar: str) -> tupl
     return ["taskset", "--cpu-list", cores, str(folder / "python"), *arguments], environment
 
 
-@dataclass
-class Cluster:
+class Cluster(NamedTuple):
     """All processes."""
 
     nodes: list[Node]
     redis: ManagedProcess
+    redis_port: int
     folder: Path
 
     @property
@@ -306,21 +236,16 @@ def running_cluster(count: int, options: argparse.Namespace, *sidecar_arguments:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssd-")))
         port = free_port()
         command = ["redis-server", "--bind", HOST, "--port", str(port), "--dir", str(folder), *REDIS_PERSISTENCE]
-        redis = ManagedProcess("Redis", command, options.out / "logs", lambda: accepts(port))
+        redis = ManagedProcess("Redis", command, options.out.parent / "logs" / "redis.log", lambda: accepts(port))
         nodes = [Node(name, folder / name, port, options, sidecar_arguments) for name in "ab"[:count]]
-        for node in nodes:
-            stack.enter_context(node.link.running())
-            node.has_disk = mount(node.snapshots)
-            if node.has_disk:
-                stack.callback(subprocess.run, ["umount", "--lazy", str(node.snapshots)], check=True)
         # Engines start together, which takes them longest.
         for processes in ([redis], *([node.sidecar] for node in nodes), [node.engine for node in nodes]):
             for process in processes:
-                stack.callback(process.stop)
+                stack.callback(process.end)
                 process.start()
             for process in processes:
                 process.await_ready()
-        yield Cluster(nodes, redis, folder)
+        yield Cluster(nodes, redis, port, folder)
 
 
 @contextmanager
@@ -334,14 +259,6 @@ def in_background(work: Callable[[threading.Event], object]) -> Iterator[None]:
     finally:
         stopping.set()
         thread.join()
-
-
-def mount(folder: Path) -> bool:
-    """Give a folder a small disk of its own, in memory; return whether that is permitted."""
-    if os.geteuid() != 0:
-        return False
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "tmpfs", str(folder)]
-    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def is_serving(address: str) -> bool:

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from benchmarks.cluster.nodes import PROBE_TIMEOUT_S, Cluster, Node
-from benchmarks.support.sidecar_load import LONG_DEADLINE_S, NAMESPACE, Feed, texts_message
+from benchmarks.cluster.nodes import HOST, PROBE_TIMEOUT_S, Cluster, Node
+from benchmarks.support.load import LONG_DEADLINE_S, NAMESPACE, Feed, observe
 from drafter_service.client import DrafterClient
 from drafter_service.client.identity import model_identity
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from engine.models.shipped import SHIPPED_MODEL
 from ssd.types import Progress
 
@@ -43,6 +42,13 @@ def unique_texts(seed: int) -> Iterator[np.ndarray]:
     while True:
         # A token that occurs twice could be followed in the draft by what followed it before.
         yield random.choice(vocabulary, TEXT_TOKENS, replace=False).astype(np.uint32)
+
+
+def namespace_name() -> str:
+    """Return the name of the namespace of the cluster's engines."""
+    from drafter_service.server.requests import default_namespace
+
+    return default_namespace(model_identity(SHIPPED_MODEL))
 
 
 class Reader:
@@ -103,8 +109,7 @@ class SentTexts:
     """Sends a unique text to the sidecars in turn, and keeps those that were acknowledged."""
 
     def __init__(self, nodes: Sequence[Node], seed: int) -> None:
-        self._nodes = nodes
-        self._texts = unique_texts(seed)
+        self._nodes, self._texts = nodes, unique_texts(seed)
         self.acknowledged: list[Acknowledged] = []
         self.refused = 0
         """Texts that were not acknowledged, because their sidecar was not there."""
@@ -115,9 +120,11 @@ class SentTexts:
             if stopping.wait(INTERVAL_S):
                 return
             node, text = self._nodes[number % len(self._nodes)], next(self._texts)
-            if observe(node.address, text):
+            try:
+                with node.stub() as stub:
+                    observe(stub, namespace_name(), [text], timeout=PROBE_TIMEOUT_S)
                 self.acknowledged.append(Acknowledged(text, node, time.monotonic()))
-            else:
+            except grpc.RpcError:
                 self.refused += 1
 
     def lost(self, wait_s: float, excused: Callable[[Acknowledged], bool]) -> list[tuple[str, Acknowledged]]:
@@ -138,52 +145,38 @@ class SentTexts:
         return missing
 
 
-def observe(address: str, text: np.ndarray, namespace: str = "") -> bool:
-    """Let a sidecar learn a text; return whether it has acknowledged it."""
-    request = pb.ObserveRequest(namespace=namespace or namespace_name(), texts=texts_message([text]))
-    with grpc.insecure_channel(address) as channel:
-        try:
-            DrafterServiceStub(channel).Observe(request, timeout=PROBE_TIMEOUT_S)
-        except grpc.RpcError:
-            return False
-    return True
-
-
-def namespace_name() -> str:
-    """Return the name of the namespace of the cluster's engines."""
-    from drafter_service.server.requests import default_namespace
-
-    return default_namespace(model_identity(SHIPPED_MODEL))
-
-
 def measure_cost(cluster: Cluster) -> dict[str, Any]:
-    """Let the first sidecar learn text that nobody drafts; return what replication costs each process for each token.
+    """Let the first sidecar learn text that nobody drafts; return what replication costs for each token.
 
     Every sidecar reads the whole log, including what it has written itself.
     """
+    from redis import Redis
+
     first, second = cluster.nodes
-    for node in cluster.nodes:
-        observe(node.address, np.arange(32, dtype=np.uint32), namespace=NAMESPACE)
+    redis = Redis(HOST, cluster.redis_port)
     processes = {"first sidecar": first.sidecar, "Redis": cluster.redis, "second sidecar": second.sidecar}
-    links = {"first sidecar": first.link, "second sidecar": second.link}
-    cpu_before = {name: process.usage().cpu_s for name, process in processes.items()}
-    bytes_before = {name: link.bytes for name, link in links.items()}
-    began = time.monotonic()
+
+    def used() -> tuple[np.ndarray, np.ndarray]:
+        network = redis.info("stats")
+        return (
+            np.array([process.usage().cpu_s for process in processes.values()]),
+            np.array([network["total_net_input_bytes"], network["total_net_output_bytes"]]),
+        )
+
+    for node in cluster.nodes:
+        with node.stub() as stub:
+            observe(stub, NAMESPACE, [np.arange(32, dtype=np.uint32)])
+    (cpu_before, bytes_before), began = used(), time.monotonic()
     with Feed(first.address, COST_TOKENS_PER_S) as feed:
         time.sleep(COST_S)
     time.sleep(CATCH_UP_S)
-    seconds = time.monotonic() - began
-    result = {
-        "tokens_per_s": round(feed.tokens / seconds),
-        "cpu_us_per_token": {
-            name: round((process.usage().cpu_s - cpu_before[name]) / feed.tokens * 1e6, 3)
-            for name, process in processes.items()
-        },
-        "bytes_per_token": {
-            name: round((link.bytes - bytes_before[name]) / feed.tokens, 2) for name, link in links.items()
-        },
-    }
+    seconds, (cpu, network) = time.monotonic() - began, used()
     for node in cluster.nodes:
         with node.stub() as stub:
             stub.DropNamespace(pb.DropNamespaceRequest(namespace=NAMESPACE))
-    return result
+    cpu_us, sent = 1e6 * (cpu - cpu_before) / feed.tokens, (network - bytes_before) / feed.tokens
+    return {
+        "tokens_per_s": round(feed.tokens / seconds),
+        "cpu_us_per_token": dict(zip(processes, cpu_us.round(3).tolist(), strict=True)),
+        "bytes_per_token": dict(zip(("to Redis", "from Redis"), sent.round(2).tolist(), strict=True)),
+    }

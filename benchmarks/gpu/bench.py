@@ -1,27 +1,31 @@
-"""Settings, amounts of work, the model, the engines and the figures that all parts share."""
+"""Amounts of work, the model, the engines and the ceilings that all parts of the GPU benchmark share.
+
+Models have random weights, which are as fast as the originals, with meaningless outputs. Lower bounds of the time of
+their steps follow from the bytes that a step reads and the operations that it computes; see `docs/gpu.md`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.shapes import SHAPES, Ceilings, kv_bytes_per_token, random_model
-from benchmarks.support.resources import free_bytes
-from benchmarks.support.targets import Target
+from benchmarks.support import Row, target
 from engine.config import EngineConfig
 from engine.engine import Engine, build_engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.loader import DTYPES
+from engine.models.loader import DTYPES, allocate
 from engine.models.packed import pack
+from engine.models.rope import Rope
 from ssd.config import DraftShape
 from ssd.types import Drafter
 
@@ -30,48 +34,35 @@ MAX_DRAFT = 16
 CEILING_TRIES = 20
 PROMPT_STEP_TOKENS = 4096
 """Number of prompt tokens in a step, in addition to a draft for every sequence."""
+SPARE = 0.1
+"""Fraction of GPU memory that is left for activations, captured graphs and workspaces of libraries."""
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """Amounts of work, fixed so that runs are comparable and all parts stay within their time limits."""
 
-    copy_bytes: int
-    product: int
+    copy_bytes: int = 4 << 30
+    product: int = 8192
     """Number of rows and of columns of the matrices that are multiplied for the compute ceiling."""
-    context: int
+    context: int = 2048
     """Number of tokens before the steps of one stream."""
-    long_context: int
+    long_context: int = 32_768
     """Number of tokens before steps that verify trees."""
-    steps: int
+    steps: int = 100
     """Number of timed steps of one kind in a round."""
-    rounds: int
-    concurrencies: tuple[int, ...]
-    served: tuple[int, ...]
+    rounds: int = 3
+    concurrencies: tuple[int, ...] = (1, 16, 64, 256)
+    served: tuple[int, ...] = (12, 64, 128, 384)
     """Number of the trace's requests in a round, at each concurrency."""
-    learned: int
+    learned: int = 400
     """Number of earlier requests that the drafter has seen."""
-    prompt_tokens: int
+    prompt_tokens: int = 5000
     """Largest prompt length; requests with longer ones are left out, so that turns of a session keep their prefix."""
-    output_tokens: int
-    streams: int
+    output_tokens: int = 128
+    streams: int = 64
     """Number of streams in a batch for figures without a stated concurrency."""
 
 
-FULL = Scale(
-    copy_bytes=4 << 30,
-    product=8192,
-    context=2048,
-    long_context=32_768,
-    steps=100,
-    rounds=3,
-    concurrencies=(1, 16, 64, 256),
-    served=(12, 64, 128, 384),
-    learned=400,
-    prompt_tokens=5000,
-    output_tokens=128,
-    streams=64,
-)
 TINY = Scale(
     copy_bytes=1 << 20,
     product=64,
@@ -86,68 +77,148 @@ TINY = Scale(
     output_tokens=20,
     streams=4,
 )
-SCALES = {"full": FULL, "tiny": TINY}
+SCALES = {"full": Scale(), "tiny": TINY}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Settings from the command line."""
+SHAPES = {
+    "llama3-8b": ModelConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=8192,
+        rope=Rope(500_000.0),
+        tie_embeddings=False,
+    ),
+    "tiny": ModelConfig(
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=2048,
+    ),
+}
+"""Llama 3 8B, and one for tests, with the shipped model's vocabulary."""
 
-    device: str
-    dtype: str
-    attention: str
-    """As in `choose_backend`."""
-    shape: str
-    """Key of `SHAPES`."""
-    scale: str
-    """Key of `SCALES`."""
-    trace: Path | None
-    in_flight: int | None = None
-    """As in `EngineConfig`."""
+DEVIATION = 0.02
+"""Standard deviation of the weights; the initialisation of these families."""
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> Decoder:
+    """Return a decoder with random weights, sampled on its device with seed 0; weights differ between device types.
+
+    Raises UserError if they do not fit into memory.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    allocate(decoder.to(dtype), device)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in decoder.eval().requires_grad_(False).parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)  # these shapes have norms, but no biases
+        else:
+            parameter.normal_(0.0, DEVIATION, generator=generator)
+    return decoder
+
+
+class Ceilings(NamedTuple):
+    """Measured bandwidth and compute rate of a device."""
+
+    bytes_per_s: float
+    """Bandwidth of a large copy; bytes read and bytes written both count."""
+    flops_per_s: float
+    """Operations per second of a large matrix product."""
+
+
+def matrix_weights(model: ModelConfig) -> int:
+    """Return the number of weights that every token is multiplied with: the layers and the output projection."""
+    heads = model.num_heads + 2 * model.num_kv_heads
+    attention = model.hidden_size * model.head_dim * (heads + model.num_heads)
+    feed_forward = 3 * model.hidden_size * model.intermediate_size
+    return model.num_layers * (attention + feed_forward) + model.hidden_size * model.vocab_size
+
+
+def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
+    """Return the bytes of one token's keys and values in all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+
+
+def step_bytes(model: ModelConfig, contexts: list[int], tokens: int, itemsize: int) -> int:
+    """Return the bytes that a step reads and writes: weights once, keys and values of contexts and of new tokens.
+
+    contexts: number of tokens of each sequence before the step. tokens: number of tokens that each sequence runs.
+    Hidden states and logits are left out: less than 1 % of the bytes for the models measured here.
+    """
+    weights = matrix_weights(model) * itemsize
+    kept = kv_bytes_per_token(model, itemsize) * (sum(contexts) + tokens * len(contexts))
+    return weights + kept
+
+
+def step_flops(model: ModelConfig, contexts: list[int], tokens: int) -> int:
+    """Return the operations of the same step: 2 per weight and token, and 4 per dimension of a head, query and key."""
+    products = 2 * matrix_weights(model) * tokens * len(contexts)
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim * tokens * sum(contexts)
+    return products + attention
+
+
+def step_seconds(
+    model: ModelConfig, contexts: list[int], tokens: int, itemsize: int, ceilings: Ceilings
+) -> tuple[float, float]:
+    """Return the seconds to load and the seconds to compute.
+
+    Their sum is the time of a step that does not overlap them; the larger one is a lower bound for any kernel.
+    """
+    loading = step_bytes(model, contexts, tokens, itemsize) / ceilings.bytes_per_s
+    return loading, step_flops(model, contexts, tokens) / ceilings.flops_per_s
 
 
 class SkippedError(Exception):
     """Raised if a part cannot run here; the message gives the reason."""
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One measured value."""
+def figure(
+    name: str,
+    value: float,
+    unit: str,
+    of: int,
+    goal: tuple[Literal["at least", "at most"], float] | None = None,
+    details: Row | None = None,
+) -> Row:
+    """Return one measured value.
 
-    name: str
-    value: float
-    unit: str
-    of: int
-    """Number of values that it is the median of; 1 for a count or a derived value."""
-    target: Target | None = None
-    details: dict[str, Any] = field(default_factory=dict)
-    """Additional values of the same run; names contain units."""
-
-    def as_row(self) -> dict[str, Any]:
-        """Return the figure as a row of a document."""
-        value = round(self.value, 5)
-        row = {"name": self.name, "value": value} if self.target is None else self.target.row(self.name, value)
-        return {**row, "unit": self.unit, "of": self.of, "details": self.details}
+    of: number of values that it is the median of; 1 for a count or a derived value. goal: its target. details:
+    additional values of the same run; names contain units.
+    """
+    value = round(value, 5)
+    row = {"name": name, "value": value} if goal is None else target(name, value, *goal)
+    return {**row, "unit": unit, "of": of, "details": details or {}}
 
 
 class Bench:
-    """The model, engines and measured ceilings of a setting."""
+    """The model, engines and measured ceilings for the options of the command line."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.scale = SCALES[setting.scale]
-        self.dtype = DTYPES[setting.dtype]
-        self.on_gpu = setting.device.startswith("cuda")
+    def __init__(self, options: argparse.Namespace) -> None:
+        """options: see `benchmarks.gpu.__main__.build_parser`."""
+        self.options = options
+        self.scale = SCALES[options.scale]
+        self.dtype = DTYPES[options.dtype]
+        self.on_gpu = options.device.startswith("cuda")
 
     @cached_property
     def model(self) -> Decoder:
         """Packed model with random weights of the shape, with room for the long context."""
-        return pack(random_model(self.config, self.dtype, self.setting.device))
+        return pack(random_model(self.config, self.dtype, self.options.device))
 
     @property
     def config(self) -> ModelConfig:
         """The shape, with a context window that holds the long context."""
-        shape = SHAPES[self.setting.shape]
+        shape = SHAPES[self.options.shape]
         # No measured time depends on the size of the window.
         return replace(shape, max_positions=max(shape.max_positions, self.scale.long_context + 4096))
 
@@ -161,46 +232,42 @@ class Bench:
         shape: DraftShape = "path",
         has_budget: bool = False,
     ) -> Engine:
-        """Return an engine with the same setup as in production, for `sequences` of up to `context` tokens."""
-        return build_engine(
-            self.model,
-            self.engine_config(sequences, context, max_draft, shape),
-            drafter,
-            has_budget=has_budget,
-            attention=self.setting.attention,
-        )
+        """Return an engine with the same setup as in production, for `sequences` of up to `context` tokens.
 
-    def engine_config(self, sequences: int, context: int, max_draft: int, shape: DraftShape) -> EngineConfig:
-        """Return settings with a KV cache for `sequences`, or as large as memory allows."""
-        usual = EngineConfig()
-        kv_bytes = kv_bytes_per_token(self.config, self.dtype.itemsize)
-        wanted = sequences * (context + max_draft + 2 * usual.page_size) * kv_bytes
-        free = free_bytes(self.setting.device)
-        return EngineConfig(
+        Its KV cache has room for them, or is as large as memory allows.
+        """
+        wanted = sequences * (context + max_draft + 2 * EngineConfig.page_size)
+        kv_bytes = wanted * kv_bytes_per_token(self.config, self.dtype.itemsize)
+        if self.on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info()
+            kv_bytes = min(kv_bytes, max(1 << 20, free - int(SPARE * total)))
+        config = EngineConfig(
             max_sequences=sequences,
             max_step_tokens=sequences * (1 + max_draft) + PROMPT_STEP_TOKENS,
-            kv_memory_mib=max(64, -(-min(wanted, free or wanted) >> 20)),
+            kv_memory_mib=max(64, -(-kv_bytes >> 20)),
             max_draft=max_draft,
             draft_shape=shape,
-            in_flight=0 if shape == "tree" else self.setting.in_flight,
+            in_flight=0 if shape == "tree" else self.options.in_flight,
         )
+        return build_engine(self.model, config, drafter, has_budget=has_budget, attention=self.options.attention)
+
+    def seconds(self, run: Callable[[], object], times: int) -> float:
+        """Return the median time of `run`, after two warm-up runs."""
+        seconds = []
+        for _ in range(times + 2):
+            self.wait()
+            began = perf_counter()
+            run()
+            self.wait()
+            seconds.append(perf_counter() - began)
+        return median(seconds[2:])
 
     def wait(self) -> None:
         """Wait until the device is idle."""
         if self.on_gpu:
             torch.cuda.synchronize()
-
-    def seconds(self, run: Callable[[], object], times: int) -> float:
-        """Return the median time of `run`, after two warm-up runs."""
-        seconds = []
-        for number in range(times + 2):
-            self.wait()
-            began = perf_counter()
-            run()
-            self.wait()
-            if number >= 2:
-                seconds.append(perf_counter() - began)
-        return median(seconds)
 
     @cached_property
     def ceilings(self) -> Ceilings:
@@ -208,11 +275,11 @@ class Bench:
 
         A large copy and a large matrix product of random numbers are timed (zeros would be faster).
         """
-        device, size = self.setting.device, self.scale.product
+        device, size = self.options.device, self.scale.product
         count = self.scale.copy_bytes // 2  # bytes read and bytes written are both counted
         source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        copying = self.seconds(lambda: target.copy_(source), CEILING_TRIES)
+        copied = torch.empty_like(source)
+        copying = self.seconds(lambda: copied.copy_(source), CEILING_TRIES)
         factors = [torch.randn(size, size, dtype=self.dtype, device=device) for _ in range(2)]
         product: Tensor = torch.empty_like(factors[0])
         multiplying = self.seconds(lambda: torch.mm(factors[0], factors[1], out=product), CEILING_TRIES)

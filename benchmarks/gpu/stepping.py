@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from benchmarks.gpu.bench import MAX_DRAFT, PROMPT_STEP_TOKENS, Bench
 from engine.engine import Engine
 from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.config import DraftShape
-from ssd.types import DraftBatch, Drafter, Progress, Source, offsets_of
+from ssd.types import NO_LIMITS, DraftBatch, Drafter, Progress, Source, offsets_of
 
 WARM_STEPS = 5
 MIN_GAP_US = 5.0
@@ -34,8 +35,10 @@ def recorded_output(positions: np.ndarray, vocab_size: int) -> np.ndarray:
     return (positions % vocab_size).astype(np.uint32)
 
 
-class FixedDrafter:
+class FixedDrafter(NoDrafter):
     """Drafts random wrong tokens in the same shape for every sequence."""
+
+    limits = NO_LIMITS
 
     def __init__(self, parents: np.ndarray, vocab_size: int, accept_prob: float = 0.9) -> None:
         """parents: int32 [k]. accept_prob: reported for every token."""
@@ -44,9 +47,6 @@ class FixedDrafter:
         self._accept_prob = accept_prob
         self._random = np.random.default_rng(0)
         self._produced: Counter[int] = Counter()
-
-    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
-        """Do nothing."""
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Return a draft of the same shape for every sequence, truncated to `max_draft` tokens."""
@@ -66,12 +66,6 @@ class FixedDrafter:
             source=np.full(tokens, Source.CORPUS, np.uint8),
             offsets=offsets,
         )
-
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def path(length: int) -> np.ndarray:
@@ -95,8 +89,7 @@ def random_requests(bench: Bench, count: int, prompt_tokens: int, output_tokens:
     ]
 
 
-@dataclass(frozen=True, order=True)
-class Interval:
+class Interval(NamedTuple):
     """Start and end of a kernel, in microseconds."""
 
     begin: float
@@ -190,8 +183,7 @@ class Stream:
         return record(lambda: [self.step() for _ in range(steps)])
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """The timed steps of one drafter."""
 
     rounds: list[list[float]]

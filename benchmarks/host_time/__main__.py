@@ -29,7 +29,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.hosts.engines import HOSTS, VLLM_ENVIRONMENT
-from benchmarks.support.command import ROOT, list_of, new_parser, positive, print_document, source_commit
+from benchmarks.support import ROOT, list_of, new_parser, positive, report, say, source_commit
 from drafter_service.observability.measuring.rounds import alternated, columns, median_of
 from drafter_service.observability.pages.tables import markdown_table
 from ssd.errors import UserError
@@ -49,69 +49,65 @@ VLLM_METHODS = {"vllm": "none", "vllm suffix": "suffix"}
 
 def main() -> None:
     """Run the command."""
-    options = parse(sys.argv[1:])
+    options = build_parser().parse_args()
     if options.case:
         drafter, at_once = options.case.split(":")
         if drafter in VLLM_METHODS:
-            from benchmarks.host_time import vllm_case
+            from benchmarks.host_time.vllm_case import run_case
 
-            method = VLLM_METHODS[drafter]
-            print(json.dumps(vllm_case.run_case(method, int(at_once), options.trace, options.steps)))
-            return
-        from benchmarks.host_time.case import run_case
-
-        settings = options.trace, options.steps, options.gpu, options.model_size
-        kinds = {"has_server": options.server, "is_mixed": options.mixed}
-        print(json.dumps(run_case(drafter, int(at_once), *settings, **kinds)))
+            drafter = VLLM_METHODS[drafter]
+        else:
+            from benchmarks.host_time.case import run_case
+        print(json.dumps(run_case(drafter, int(at_once), options)))
         return
     trees = {"this": ROOT}
     with ExitStack() as stack:
         if options.against:
             trees[options.against] = stack.enter_context(checkout(options.against))
         measured = [(drafter, tree) for drafter in options.drafters for tree in trees]
-        if not options.server:
-            measured += [(row, "this") for row in vllm_rows(options.hosts)]
+        measured += [(row, "this") for row in vllm_rows(options.hosts)]
         cases = [(at_once, drafter, tree) for at_once in options.at_once for drafter, tree in measured]
         runs = {case: partial(run_process, options, trees[case[2]], f"{case[1]}:{case[0]}") for case in cases}
-        rounds = []
-        for number, results in enumerate(alternated(runs, range(options.rounds)), 1):
-            rounds.append(results)
-            print(f"round {number} of {options.rounds}", file=sys.stderr)
-    found = columns(rounds)
+        found = columns(alternated(runs, range(options.rounds)))
     rows = [
-        {"at once": at_once, "drafter": drafter, "tree": tree, **medians(found[at_once, drafter, tree])}
-        for at_once, drafter, tree in cases
+        {
+            "at once": at_once,
+            "drafter": drafter,
+            "tree": tree,
+            **{name: median_of(rounds, itemgetter(name)) for name in rounds[0]},
+        }
+        for (at_once, drafter, tree), rounds in found.items()
     ]
-    heads = tuple(rows[0])
-    print(markdown_table(heads, [[shown(row[head]) for head in heads] for row in rows]))
+    lines = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    print(markdown_table(tuple(rows[0]), lines))
     for drafter, tree in measured:
         points = [(row["at once"], row["median"]) for row in rows if (row["drafter"], row["tree"]) == (drafter, tree)]
         if len(points) > 1:
             slope = 1e3 * float(np.polyfit(*zip(*points, strict=True), 1)[0])
             print(f"{drafter}, {tree}: {slope:.1f} us per sequence")
-    print_document({"commit": source_commit(), "trace": options.trace.name, "server": options.server, "rows": rows})
+    report({"commit": source_commit(), "trace": options.trace.name, "rows": rows}, options.out)
 
 
 def vllm_rows(hosts: Path) -> list[str]:
     """Return the rows that an environment with vLLM can measure; say on stderr how to get the others."""
     if not (hosts / ".ready").exists():
-        print(f"no rows of vLLM: it is not installed in {hosts}; run `make hosts-install`", file=sys.stderr)
+        say(f"no rows of vLLM: it is not installed in {hosts}; run `make hosts-install`")
         return []
     find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('arctic_inference') is None)"
     if subprocess.run([hosts / "bin" / "python", "-c", find], check=False).returncode:
-        print("no row `vllm suffix`: arctic-inference is not installed; `make hosts-bench` builds it", file=sys.stderr)
+        say("no row `vllm suffix`: arctic-inference is not installed; `make hosts-bench` builds it")
         return ["vllm"]
     return list(VLLM_METHODS)
 
 
-def run_process(options: argparse.Namespace, tree: Path, case: str, _round: int) -> dict[str, float]:
-    """Measure a case with the source tree in a folder, in a process of its own."""
+def run_process(options: argparse.Namespace, tree: Path, case: str, number: int) -> dict[str, float]:
+    """Measure a case of a round with the source tree in a folder, in a process of its own."""
+    say(f"round {number + 1} of {options.rounds}: {case}")
     is_vllm = case.split(":")[0] in VLLM_METHODS
     command = [
         (options.hosts / "bin" / "python").absolute() if is_vllm else sys.executable,
         "-m", "benchmarks.host_time", "--case", case, "--trace", options.trace.absolute(),
         "--steps", str(options.steps), "--gpu", options.gpu, "--model-size", options.model_size,
-        *(["--server"] if options.server else []), *(["--mixed"] if options.mixed else []),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     if is_vllm:
@@ -119,7 +115,7 @@ def run_process(options: argparse.Namespace, tree: Path, case: str, _round: int)
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         # The error is not always in the last line: libraries print more when the process ends.
-        print(done.stderr, file=sys.stderr)
+        say(done.stderr)
         raise UserError(f"{case} in {tree} failed, see above")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -139,18 +135,8 @@ def checkout(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", path], check=True)
 
 
-def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each figure over the rounds."""
-    return {name: median_of(rounds, itemgetter(name)) for name in rounds[0]}
-
-
-def shown(value: object) -> str:
-    """Return a cell of the table."""
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = new_parser("host_time", __doc__)
     parser.add_argument("--trace", type=Path, required=True, help="recorded traffic; see benchmarks.traces")
     parser.add_argument("--at-once", type=list_of(positive), default=[1, 16, 64, 256], metavar="N,N")
@@ -158,15 +144,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=400, help="measured steps of a case in a round")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--hosts", type=Path, default=HOSTS, help=f"virtual environment with vLLM ({HOSTS})")
-    parser.add_argument(
-        "--server", action="store_true", help="run the server's engine process, with a pipe to another, without vLLM"
-    )
-    parser.add_argument("--mixed", action="store_true", help="let two of 64 requests want log-probabilities or a bias")
     parser.add_argument("--against", metavar="COMMIT", help="also measure the tree of another commit")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--model-size", default="8b")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    return parser
 
 
 if __name__ == "__main__":

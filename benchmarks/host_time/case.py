@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import cycle
-from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.requests import Item
-from benchmarks.gpu.shapes import SHAPES, random_model
-from benchmarks.host_time.measuring import (
-    MAX_DRAFT,
-    MAX_POSITIONS,
-    STAGES,
-    Device,
-    recorded_items,
-    step_tokens,
-    summary,
-)
+from benchmarks.gpu.bench import SHAPES, random_model
+from benchmarks.gpu.requests import learn
+from benchmarks.host_time import MAX_DRAFT, MAX_POSITIONS, STAGES, Device, Steps, recorded_items, step_tokens
 from drafter_service.observability.measuring.sidecar import running_sidecar
-from engine.api.messages import RequestEnded, SubmitRequest
-from engine.api.worker import Worker
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
 from engine.drafters.tokens import adapt
@@ -40,8 +28,6 @@ from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, FixedStep,
 from engine.executor.runner import Runner
 from engine.executor.transfer import PendingArray
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.report import StepReport
-from engine.scheduling.request import Request
 from engine.speculation.selection import DraftSelection
 from ssd.budget.curve import StepCurve
 from ssd.budget.roofline import roofline
@@ -101,16 +87,6 @@ def outcomes(table, lengths, limits, history, width):
     return results
 
 
-def mixed(items: Sequence[Item]) -> list[Item]:
-    """Return items of which one in 64 wants log-probabilities, and another one a bias."""
-    wishes = {0: {"logprobs": 0}, 32: {"logit_bias": {1: 1.0}}}
-    found = []
-    for number, item in enumerate(items):
-        sampling = replace(item.request.sampling, **wishes.get(number % 64, {}))
-        found.append(replace(item, request=replace(item.request, sampling=sampling)))
-    return found
-
-
 class KnownDurations(DraftSelection):
     """Selects drafts for steps that take as long as the curve says, whatever the clock says."""
 
@@ -128,141 +104,42 @@ class KnownDurations(DraftSelection):
         super().record(plan, accepted, committed, seconds)
 
 
-def build(
-    drafter: str, at_once: int, learned: Sequence[Item], vocabulary: int, curve: StepCurve, address: str
-) -> Engine:
-    """Return an engine whose drafter has learned some requests."""
+def run_case(drafter: str, at_once: int, options: argparse.Namespace) -> dict[str, float]:
+    """Measure a drafter with a number of requests at once, and return the figures of `options.steps` steps.
+
+    options: those of the command line.
+    """
+    learned, served, vocabulary = recorded_items(options.trace)
+    curve = StepCurve.from_profile(roofline(options.gpu, options.model_size))
     shape = replace(SHAPES["tiny"], vocab_size=vocabulary, num_layers=1, max_positions=MAX_POSITIONS)
     config = EngineConfig(
         max_sequences=at_once, max_step_tokens=step_tokens(at_once), kv_memory_mib=1024,
         max_draft=MAX_DRAFT, in_flight=1,
     )  # fmt: skip
-    inner = build_drafter(drafter, DrafterConfig(max_draft=MAX_DRAFT), address=address)
-    for number, item in enumerate(learned, 1 << 32):
-        if drafter != "none":
-            inner.start(number, item.request.prompt)
-            inner.finish(number, item.request.recorded)
-    executors = build_executors(
-        random_model(shape, torch.float32), config, "plain", COMMON_SAMPLING, lambda _: None, measure=False
-    )
-    return Engine(shape, config, executors, adapt(inner), None, KnownDurations(curve))
-
-
-class Steps:
-    """Durations of the engine's steps in seconds, without those of the device."""
-
-    def __init__(self, engine: Engine, device: Device) -> None:
-        self.total: list[float] = []
-        self.stages: list[list[float]] = []
-        self.committed = self.produced = 0
-        self._step, self._device = engine.step, device
-        engine.step = self.step  # type: ignore[method-assign]
-
-    def step(self) -> StepReport:
-        """Run and measure a step."""
-        began, before = time.perf_counter(), self._device.seconds
-        report = self._step()
-        self.total.append(time.perf_counter() - began - (self._device.seconds - before))
-        stages = {stage: getattr(report.times, stage) for stage in STAGES}
-        stages["forward"] -= self._device.seconds - before
-        self.stages.append(list(stages.values()))
-        self.committed += report.committed
-        self.produced += report.produced
-        return report
-
-    def figures(self, device: Device, first: int) -> dict[str, float]:
-        """Return the figures of all steps from the first one on."""
-        total, stages = np.array(self.total[first:]), np.array(self.stages[first:])
-        other = total - stages.sum(axis=1)
-        return summary(total, stages, other, device.critical, self.committed / max(1, self.produced))
-
-
-def serve(engine: Engine, items: Sequence[Item], at_once: int, steps: Steps, count: int) -> None:
-    """Run `count` steps in the engine's process, with `at_once` requests."""
-    arrivals = cycle(items)
-    for _ in range(at_once):
-        engine.add(next(arrivals).request)
-    while len(steps.total) < count:
-        report = engine.step()
-        for _ in report.finished:
-            engine.add(next(arrivals).request)
-
-
-def serve_to_process(engine: Engine, items: Sequence[Item], at_once: int, count: int) -> list[float]:
-    """Do as `serve` in the engine process of the HTTP server; return the seconds of each turn of its loop."""
-    own, other = Pipe()
-    requests = [item.request for item in items]
-    # Not forked: threads of gRPC may hold locks.
-    process = get_context("spawn").Process(target=submit_requests, args=(other, requests, at_once), daemon=True)
-    process.start()
-    other.close()
-    turns: list[float] = []
-    measured, last = engine.step, time.perf_counter()
-
-    def step() -> StepReport:
-        nonlocal last
-        report = measured()
-        now = time.perf_counter()
-        turns.append(now - last)
-        last = now
-        if len(turns) >= count:
-            raise EOFError
-        return report
-
-    engine.step = step  # type: ignore[method-assign]
-    with suppress(EOFError):
-        Worker(engine, own).run()
-    process.kill()
-    process.join()
-    return turns
-
-
-def submit_requests(connection: Connection, requests: Sequence[Request], at_once: int) -> None:
-    """Submit requests as others end, in place of the HTTP process."""
-    arrivals = enumerate(cycle(requests))
-    with suppress(EOFError, OSError):
-        connection.recv()
-        for _ in range(at_once):
-            connection.send(SubmitRequest(*next(arrivals)))
-        while True:
-            for event in connection.recv():
-                if isinstance(event, RequestEnded):
-                    connection.send(SubmitRequest(*next(arrivals)))
-
-
-def run_case(
-    drafter: str,
-    at_once: int,
-    path: Path,
-    measured: int,
-    gpu: str,
-    model_size: str,
-    *,
-    has_server: bool,
-    is_mixed: bool = False,
-) -> dict[str, float]:
-    """Measure a drafter with a number of requests at once, and return the figures of `measured` steps.
-
-    path: recorded traffic. gpu, model_size: as in `roofline`. has_server: whether the engine process of the HTTP server
-    runs the engine. is_mixed: whether two of 64 requests need the host, see `mixed`.
-    """
-    learned, served, vocabulary = recorded_items(path)
-    if is_mixed:
-        served = mixed(served)
-    curve = StepCurve.from_profile(roofline(gpu, model_size))
     with ExitStack() as stack:
-        remote = drafter == "ssd-remote"
-        address = stack.enter_context(running_sidecar("--capacity", "4M")).address if remote else ""
+        is_remote = drafter == "ssd-remote"
+        address = stack.enter_context(running_sidecar("--capacity", "4M")).address if is_remote else ""
         device = stack.enter_context(instant_device(vocabulary))
-        engine = build(drafter, at_once, learned, vocabulary, curve, address)
-        steps = Steps(engine, device)
+        inner = build_drafter(drafter, DrafterConfig(max_draft=MAX_DRAFT), address=address)
+        if drafter != "none":
+            learn(inner, learned)
+        model = random_model(shape, torch.float32)
+        executors = build_executors(model, config, "plain", COMMON_SAMPLING, lambda _: None, measure=False)
+        engine = Engine(shape, config, executors, adapt(inner), None, KnownDurations(curve))
+        steps, arrivals = Steps(device), cycle(served)
         # As the server does.
         gc.collect()
         gc.freeze()
-        first, count = measured // 4, measured + measured // 4
-        if not has_server:
-            serve(engine, served, at_once, steps, count)
-            return steps.figures(device, first)
-        turns = serve_to_process(engine, served, at_once, count)
-        beyond = 1e3 * (np.array(turns[first:]) - np.array(steps.total[first : len(turns)]))
-        return {**steps.figures(device, first), "beyond the loop": float(np.median(beyond))}
+        for _ in range(at_once):
+            engine.add(next(arrivals).request)
+        while len(steps) < options.steps + options.steps // 4:
+            began, before = time.perf_counter(), device.seconds
+            report = engine.step()
+            device_s = device.seconds - before
+            total = time.perf_counter() - began - device_s
+            stages = {stage: getattr(report.times, stage) for stage in STAGES}
+            stages["forward"] -= device_s
+            steps.add(total, [*stages.values()], report.committed, report.produced)
+            for _ in report.finished:
+                engine.add(next(arrivals).request)
+        return steps.figures(options.steps // 4, has_other=True)

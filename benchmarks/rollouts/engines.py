@@ -43,13 +43,8 @@ class Sample(NamedTuple):
     """Number of the sample in its group."""
 
 
-class Rollout(NamedTuple):
-    """Outputs of one training step."""
-
-    completions: list[Completion]
-    """In the order of the samples."""
-    cpu_seconds: float
-    """Processor time of all engines, weight update excluded."""
+Rollout = tuple[list[Completion], float]
+"""Outputs in the order of the samples, and processor time of all engines in seconds, without the weight update."""
 
 
 class RolloutEngine:
@@ -80,7 +75,7 @@ class RolloutEngine:
         requests = [self.request(sample) for sample in samples]
         began = process_time()
         completions = self._engine.generate(requests)
-        return Rollout(completions, process_time() - began)
+        return completions, process_time() - began
 
     def request(self, sample: Sample) -> Request:
         """Return the request for a sample, whose seed depends on version, problem and number."""
@@ -125,9 +120,9 @@ class EngineProcesses:
         count = len(self._pools)
         owners = [sample.number % count for sample in samples]
         parts = [[sample for sample, owner in zip(samples, owners, strict=True) if owner == n] for n in range(count)]
-        rollouts = self._call_all([("roll", part) for part in parts])
-        outputs = [iter(rollout.completions) for rollout in rollouts]
-        return Rollout([next(outputs[owner]) for owner in owners], sum(each.cpu_seconds for each in rollouts))
+        completions, seconds = zip(*self._call_all([("roll", part) for part in parts]), strict=True)
+        outputs = [iter(own) for own in completions]
+        return [next(outputs[owner]) for owner in owners], sum(seconds)
 
     def _call_all(self, calls: Sequence[tuple]) -> list:
         futures = [pool.submit(_call, *call) for pool, call in zip(self._pools, calls, strict=True)]

@@ -22,8 +22,7 @@ class Settings:
     """Everything that determines what a run computes, apart from the drafter."""
 
     problems: int = 16
-    """Number of problems; an epoch is one rollout of each group."""
-    problems_per_step: int = 16
+    """Number of problems, each of which has a group of samples in every training step."""
     samples: int = 8
     """Number of samples in a group."""
     prompt_tokens: int = 96
@@ -42,20 +41,9 @@ class Settings:
     """PyTorch's threads of the trainer and of all engines together. Fixed, because sums of floats depend on it."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a step that does not divide an epoch, or fewer threads than engines."""
-        if self.problems % self.problems_per_step:
-            raise ValueError(f"{self.problems} problems are not a multiple of {self.problems_per_step} per step")
+        """Raise ValueError for fewer threads than engines."""
         if self.threads < self.engines:
             raise ValueError(f"{self.engines} engines need at least as many threads, not {self.threads}")
-
-    def problems_of(self, step: int) -> range:
-        """Return the numbers of the problems of a training step."""
-        first = step * self.problems_per_step % self.problems
-        return range(first, first + self.problems_per_step)
-
-    def epoch_of(self, step: int) -> int:
-        """Return the number of the epoch that a training step belongs to, from 0."""
-        return step * self.problems_per_step // self.problems
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,107 @@
-"""Replay a recording with a setting of a drafter, and keep what the figures of the replay benchmark need."""
+"""Replays of recordings with settings of drafters, and their figures."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import ssd.replay
-from benchmarks.support.drafters import Candidate
-from benchmarks.support.peers.arctic import Arctic
-from benchmarks.support.scores import BY_VERSION
-from ssd.base import CorpusDrafter
-from ssd.baselines.classic import ClassicDrafter
-from ssd.corpus.rollout import Rollout
-from ssd.replay import Counts, Recording, Step
-from ssd.types import DraftBatch
+from benchmarks.support import Row
+from ssd.baselines.ngram import NgramDrafter
+from ssd.baselines.none import NoDrafter
+from ssd.config import DrafterConfig
+from ssd.replay import Recording
+from ssd.types import DraftBatch, Drafter
 
+# The kernels take seconds to import.
+if TYPE_CHECKING:
+    from ssd.budget.curve import StepCurve
+    from ssd.drafter import SuffixDrafter
+    from ssd.replay import Counts, Step
+
+OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
+BY_VERSION = "version"
+"""Concurrency of synchronous rollouts: all requests of a version at once, then all of the next version."""
+MIN_CAPACITY = 1 << 16
+"""Minimum capacity of a corpus; small traces would need less than is used in practice."""
 COLD_SHARE = 0.1
 """Fraction of the output tokens that is left out of `ece`."""
-LATE_EPOCH = 3
-"""Epoch from which requests count for `tokens_per_step_late`: the number of earlier versions that had its group."""
+BINS = 10
+"""Number of bins of the expected calibration error, of equal width."""
+BLOCKS = 20
+"""Number of parts of a replay that are counted apart, if it has as many requests."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter in one setting."""
+
+    drafter: str
+    setting: str
+    build: Callable[[int], Drafter]
+    """Returns a new drafter with room for a number of tokens."""
+    k: int = 0
+    """Maximum number of tokens in a draft."""
+    shape: str = "path"
+    cost: float | None = None
+    """Configured cost per token; None for a drafter without that setting, for which one replay covers all costs."""
+
+
+def own_candidates(
+    drafter: str, ks: Sequence[int], shapes: Sequence[str] = (), costs: Sequence[float] = ()
+) -> Iterator[Candidate]:
+    """Return the settings of one of the project's drafters."""
+    if drafter == "none":
+        yield Candidate("none", "", lambda _: NoDrafter())
+        return
+    for k in ks:
+        if drafter == "ngram":
+            yield Candidate("ngram", f"k={k}", lambda _: NgramDrafter(), k)
+        elif drafter == "classic":
+            yield Candidate("classic", f"k={k}", functools.partial(classic_drafter, k=k), k)
+        else:
+            for shape in shapes:
+                for cost in costs:
+                    build = functools.partial(ssd_drafter, k=k, shape=shape, cost=cost)
+                    yield Candidate("ssd", f"{shape} k={k}", build, k, shape, cost)
+
+
+def ssd_drafter(
+    capacity: int, k: int, shape: str, cost: float | None = None, curve: StepCurve | None = None
+) -> SuffixDrafter:
+    """Return SSD's drafter; curve: durations of the engine's steps."""
+    from ssd import Corpus, SuffixDrafter
+
+    config = DrafterConfig(capacity=capacity, draft_shape=shape, max_draft=k, cost=cost)  # type: ignore[arg-type]
+    return SuffixDrafter(config, corpus=Corpus.from_config(config), curve=curve)
+
+
+def classic_drafter(capacity: int, k: int) -> Drafter:
+    """Return the baseline drafter."""
+    from ssd import ClassicDrafter, Corpus
+
+    config = DrafterConfig(capacity=capacity, max_draft=k)
+    return ClassicDrafter(config, corpus=Corpus.from_config(config))
+
+
+def starting_from(candidate: Candidate, prior: Path | None) -> Candidate:
+    """Return a setting of SSD whose tables start from a file of `benchmarks.priors`; None: from formulas."""
+
+    def build(capacity: int) -> Any:
+        from ssd.kernels.learned import start_values
+
+        drafter: Any = candidate.build(capacity)
+        for own, start in zip(drafter.corpus.learned.arrays, start_values(prior), strict=False):
+            own[:] = start
+        return drafter
+
+    return replace(candidate, build=build)
 
 
 @dataclass
@@ -32,6 +110,8 @@ class Tally:
 
     has_probs: bool
     """Whether the drafter estimates probabilities."""
+    cold_until: float
+    """Number of output tokens before which drafts are left out of `ece`."""
     path_probs: list[float] = field(default_factory=list)
     """Path probability of each draft token."""
     agrees: list[bool] = field(default_factory=list)
@@ -43,19 +123,32 @@ class Tally:
     output_tokens: int = 0
     prompt_tokens: int = 0
     counts: Counts = field(init=False)
-    is_late: np.ndarray = field(init=False)
-    """bool [R]: requests of an epoch from `LATE_EPOCH` on."""
-    bytes_per_token: float | None = None
-    """Memory per remembered token; None if nothing is remembered or it is unknown."""
 
-    def observe(self, step: Step, cold_until: float) -> None:
-        """Add a step; cold_until: number of output tokens before which drafts are left out of `ece`."""
+    def observe(self, step: Step) -> None:
+        """Add a step."""
         self.draft_s += [step.draft_s / len(step)] * len(step)
         if self.has_probs:
             self.path_probs += path_probs_of(step.drafts)
             self.agrees += (step.depths > 0).tolist()
-            self.cold_tokens += len(step.depths) if self.output_tokens < cold_until else 0
+            self.cold_tokens += len(step.depths) if self.output_tokens < self.cold_until else 0
         self.output_tokens += int(step.committed.sum())
+
+
+def path_probs_of(drafts: DraftBatch) -> list[float]:
+    """Return the estimated probability that each draft token and all before it on its path are accepted."""
+    parents, probs, offsets = drafts.parents.tolist(), drafts.accept_prob.tolist(), drafts.offsets.tolist()
+    path_probs: list[float] = []
+    for left, right in pairwise(offsets):
+        for node in range(left, right):
+            before = path_probs[left + parents[node]] if parents[node] >= 0 else 1.0
+            path_probs.append(probs[node] * before)
+    return path_probs
+
+
+def new_drafter(candidate: Candidate, recording: Recording, times: int = 1) -> Drafter:
+    """Return a new drafter with room for all requests of `times` replays."""
+    remembered = recording.output_tokens + len(recording) * (DrafterConfig.learned_prompt_tokens + 1)
+    return candidate.build(max(MIN_CAPACITY, times * remembered))
 
 
 def replay(
@@ -73,14 +166,20 @@ def replay(
     times: number of replays with the same drafter; the tally is that of the last one. groups: whether the drafter is
     given groups and versions. drafter: instead of a new one. watch: called with numbers of replayed output tokens.
     """
-    recording = copies_of(recording, times)
-    drafter = drafter or candidate.build(recording)
-    for requests in np.split(np.arange(len(recording)), times):
-        tally = Tally(isinstance(drafter, CorpusDrafter | Arctic))
-        cold_until = COLD_SHARE * int(recording.output_lengths[requests].sum())
+    import ssd.replay
+    from ssd.base import CorpusDrafter
 
-        def observe(step: Step, tally: Tally = tally, cold_until: float = cold_until) -> None:
-            tally.observe(step, cold_until)
+    drafter = drafter or new_drafter(candidate, recording, times)
+    batches = None
+    if concurrency == BY_VERSION:
+        batches = [np.flatnonzero(recording.versions == version) for version in np.unique(recording.versions)]
+    for number in range(times):
+        tally = Tally(
+            candidate.drafter == "arctic" or isinstance(drafter, CorpusDrafter), COLD_SHARE * recording.output_tokens
+        )
+
+        def observe(step: Step, tally: Tally = tally) -> None:
+            tally.observe(step)
             watch(int(step.committed.sum()))
 
         tally.counts = ssd.replay.replay(
@@ -88,92 +187,96 @@ def replay(
             drafter,
             concurrency=len(recording) if isinstance(concurrency, str) else concurrency,
             max_draft=candidate.k,
-            batches=_by_version(recording, requests) if concurrency == BY_VERSION else [requests],
-            options=options_of(drafter, recording if groups else None),
+            batches=batches,
+            options=options_of(candidate, drafter, recording, number, groups=groups),
             observe=observe,
         )
-    tally.prompt_tokens = int(recording.prompt_lengths[requests].sum())
-    epochs = epochs_of(recording)
-    tally.is_late = np.zeros(len(recording), bool) if epochs is None else epochs >= LATE_EPOCH
-    tally.bytes_per_token = bytes_per_token(drafter)
+    tally.prompt_tokens = int(recording.prompt_lengths.sum())
     return tally
 
 
-def copies_of(recording: Recording, times: int) -> Recording:
-    """Return `times` copies of a recording, one after another, with different sessions and versions."""
-    if times == 1:
-        return recording
-    return Recording.from_arrays(
-        np.tile(recording.tokens, times),
-        np.tile(recording.prompt_lengths, times),
-        np.tile(recording.output_lengths, times),
-        name=recording.name,
-        sessions=_renumbered(recording.sessions, times),
-        groups=np.tile(recording.groups, times),
-        versions=_renumbered(recording.versions, times),
-    )
-
-
-def _renumbered(numbers: np.ndarray, times: int) -> np.ndarray:
-    """Return `times` copies of numbers, each with numbers above those before it, int64 [R * times]; -1 stays."""
-    copies = numbers + np.arange(times)[:, None] * (1 + numbers.max())
-    return np.where(numbers < 0, -1, copies).ravel()
-
-
-def _by_version(recording: Recording, requests: np.ndarray) -> list[np.ndarray]:
-    versions = recording.versions[requests]
-    return [requests[versions == version] for version in np.unique(versions)]
-
-
-def epochs_of(recording: Recording) -> np.ndarray | None:
-    """Return the number of lower versions in which the group of each request occurs, int64 [R].
-
-    None if not all requests have a group and a version.
-    """
-    if (recording.groups < 0).any() or (recording.versions < 0).any():
-        return None
-    epochs = np.empty(len(recording), np.int64)
-    for group in np.unique(recording.groups):
-        rows = recording.groups == group
-        epochs[rows] = np.unique(recording.versions[rows], return_inverse=True)[1]
-    return epochs
-
-
-def options_of(drafter: Any, grouped: Recording | None) -> Callable[[int], Mapping[str, object]]:
+def options_of(
+    candidate: Candidate, drafter: Any, recording: Recording, number: int = 0, *, groups: bool = False
+) -> Callable[[int], Mapping[str, object]]:
     """Return the function that returns further arguments of a drafter's `start` for a request.
 
-    grouped: the recording if the drafter is given groups and versions. The classic drafter gets no session ids.
+    number: of earlier replays with the drafter, whose sessions and versions are others. groups: whether a drafter that
+    takes rollouts is given the request's. The classic drafter gets no session ids.
     """
     taken = inspect.signature(drafter.start).parameters
-    fixed = {"session_id": None} if isinstance(drafter, ClassicDrafter) else {}
 
     def options(request: int) -> Mapping[str, object]:
-        if grouped is None:
-            return fixed
-        group, version = int(grouped.groups[request]), int(grouped.versions[request])
-        name = None if group < 0 else str(group)
-        if "group" in taken:
-            return {"group": name, "version": None if version < 0 else version}
-        if "rollout" in taken:
-            return fixed | {"rollout": None if name is None else Rollout(name, max(0, version))}
-        return fixed
+        given: dict[str, object] = {}
+        session, group, version = (
+            int(column[request]) for column in (recording.sessions, recording.groups, recording.versions)
+        )
+        if candidate.drafter == "classic":
+            given["session_id"] = None
+        elif number and session >= 0 and "session_id" in taken:
+            given["session_id"] = f"{session}, replay {number}"
+        if groups and group >= 0 and "rollout" in taken:
+            from ssd.corpus.rollout import Rollout
+
+            given["rollout"] = Rollout(str(group), max(0, version) + number * (1 + int(recording.versions.max())))
+        return given
 
     return options
 
 
-def path_probs_of(drafts: DraftBatch) -> list[float]:
-    """Return the estimated probability that each draft token and all before it on its path are accepted."""
-    parents, probs, offsets = drafts.parents.tolist(), drafts.accept_prob.tolist(), drafts.offsets.tolist()
-    path_probs: list[float] = []
-    for left, right in pairwise(offsets):
-        for node in range(left, right):
-            before = path_probs[left + parents[node]] if parents[node] >= 0 else 1.0
-            path_probs.append(probs[node] * before)
-    return path_probs
+def figures(tally: Tally, cost: float) -> Row:
+    """Return a replay's figures if each draft token costs `cost` of a step."""
+    counts, drafted = tally.counts, int(tally.counts.drafted.sum())
+    p50, p99 = np.percentile(np.array(tally.draft_s) * 1e6, [50, 99])
+    probs, agrees = np.array(tally.path_probs), np.array(tally.agrees, bool)
+    return {
+        "output_tokens": tally.output_tokens,
+        "steps": int(counts.steps.sum()),
+        "tokens_per_step": round(counts.tokens_per_step, 4),
+        "drafted_per_step": round(counts.drafted_per_step, 4),
+        "accept_rate": round(int(counts.accepted.sum()) / drafted, 4) if drafted else None,
+        "S": round(counts.speedup_at(cost), 4),
+        "ece": calibration_error(probs[tally.cold_tokens :], agrees[tally.cold_tokens :]) if tally.has_probs else None,
+        "draft_us_p50": round(float(p50), 2),
+        "draft_us_p99": round(float(p99), 2),
+        "insert_us_per_token": round(counts.other_s * 1e6 / (tally.prompt_tokens + tally.output_tokens), 3),
+    }
 
 
-def bytes_per_token(drafter: Any) -> float | None:
-    """Return a drafter's memory per remembered token; that of Python objects says nothing about the originals."""
-    if isinstance(drafter, Arctic):
-        return drafter.bytes_per_token()
-    return drafter.memory_bytes() / max(1, drafter.corpus.tokens) if isinstance(drafter, CorpusDrafter) else None
+def calibration_error(probs: np.ndarray, agrees: np.ndarray) -> float | None:
+    """Return the expected calibration error: the mean difference of probs [N] and truth [N], bin by bin."""
+    if len(probs) == 0:
+        return None
+    bins = np.minimum((probs * BINS).astype(int), BINS - 1)
+    gaps = np.bincount(bins, probs - agrees, BINS)
+    return round(float(np.abs(gaps).sum() / len(probs)), 4)
+
+
+def blocks(counts: Counts) -> list[list[int]]:
+    """Return output tokens, steps and draft tokens of groups of consecutive requests, at most `BLOCKS` numbers each."""
+    columns = (counts.tokens, counts.steps, counts.drafted)
+    return [[int(part.sum()) for part in np.array_split(column, min(BLOCKS, len(column)))] for column in columns]
+
+
+def row_of(trace: str, candidate: Candidate, cost: float, concurrency: int | str, tally: Tally) -> Row:
+    """Return one line of the results."""
+    return {
+        "trace": trace,
+        "drafter": candidate.drafter,
+        "setting": candidate.setting,
+        "k": candidate.k,
+        "shape": candidate.shape,
+        "cost": cost,
+        "concurrency": concurrency,
+        **figures(tally, cost),
+    }
+
+
+def best_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return each drafter's row with the largest S, for each concurrency, trace and cost; SSD's for each setting."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        own = row["setting"] if row["drafter"] == "ssd" else ""
+        key = (row["concurrency"], row["trace"], row["cost"], row["drafter"], own)
+        if key not in best or row["S"] > best[key]["S"]:
+            best[key] = row
+    return list(best.values())

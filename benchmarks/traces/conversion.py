@@ -10,11 +10,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -136,26 +137,18 @@ class ChatEncoder:
         return self._known[text]
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Lengths from which an output counts as cut off; it then has no token that ends it.
 
     They are a few tokens below the limit of the original run, whose tokens are not known exactly.
     """
 
-    output_tokens: int | None = None
-    total_tokens: int | None = None
+    output_tokens: float = math.inf
+    total_tokens: float = math.inf
     """Length of prompt and output."""
 
-    def cut(self, prompt: int, output: int) -> bool:
-        """Return whether an output of `output` tokens after a prompt of `prompt` tokens was cut off."""
-        return (self.output_tokens is not None and output >= self.output_tokens) or (
-            self.total_tokens is not None and prompt + output >= self.total_tokens
-        )
 
-
-@dataclass(frozen=True)
-class Session:
+class Session(NamedTuple):
     """The requests of a conversation as (prompt, output), in order."""
 
     turns: list[tuple[list[int], list[int]]]
@@ -165,32 +158,30 @@ class Session:
 
 def convert(conversations: Iterable[Conversation], chats: ChatEncoder, limits: Limits) -> Arrays:
     """Return the arrays of the conversations' requests in order of arrival. Raises ValueError if there are none."""
-    sessions = [session for item in conversations if (session := _session(item, chats, limits)).turns]
+    sessions = []
+    for conversation in conversations:
+        turns = []
+        for prompt, output in chats.requests(conversation.messages):
+            text = output[:-1]
+            if len(text) < limits.output_tokens and len(prompt) + len(text) < limits.total_tokens:
+                turns.append((prompt, output))
+            elif not loops(text):
+                turns.append((prompt, text))
+        if turns:
+            sessions.append(Session(turns, conversation.task, conversation.stage))
     if not sessions:
         raise ValueError("the files have no outputs")
-    return _arrays(list(arrivals(sessions)))
-
-
-def _session(conversation: Conversation, chats: ChatEncoder, limits: Limits) -> Session:
-    turns = []
-    for prompt, output in chats.requests(conversation.messages):
-        text = output[:-1]
-        if not limits.cut(len(prompt), len(text)):
-            turns.append((prompt, output))
-        elif not loops(text):
-            turns.append((prompt, text))
-    return Session(turns, conversation.task, conversation.stage)
+    return _arrays(arrivals(sessions))
 
 
 def loops(output: Sequence[int]) -> bool:
     """Return whether the end of an output repeats itself."""
-    return any(_distinct_share(output[-tail:], n) < share for tail, n, share in LOOPS)
-
-
-def _distinct_share(tokens: Sequence[int], n: int) -> float:
-    """Return the number of different n-grams divided by the number of n-grams."""
-    grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
+    for tail, n, share in LOOPS:
+        tokens = output[-tail:]
+        grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
+        if len(set(grams)) < share * len(grams):
+            return True
+    return False
 
 
 def arrivals(sessions: Iterable[Session]) -> Iterator[tuple[int, int, Session]]:
@@ -213,7 +204,7 @@ def arrivals(sessions: Iterable[Session]) -> Iterator[tuple[int, int, Session]]:
             running.remove(chosen)
 
 
-def _arrays(requests: Sequence[tuple[int, int, Session]]) -> Arrays:
+def _arrays(requests: Iterable[tuple[int, int, Session]]) -> Arrays:
     tokens, rows = list[np.ndarray](), list[tuple[int, ...]]()
     groups: dict[str, int] = {}
     for number, turn, session in requests:

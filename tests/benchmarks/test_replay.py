@@ -2,17 +2,26 @@
 
 import json
 import math
-from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import pytest
 
-from benchmarks.replay import copy_edit, halves, main
+from benchmarks.replay import copy_edit, main
 from benchmarks.support import peers
-from benchmarks.support.drafters import OWN_DRAFTERS, own_candidates
-from benchmarks.support.replaying import copies_of, epochs_of, replay
-from benchmarks.support.scores import best_rows, compare, figures
+from benchmarks.support.replaying import (
+    BY_VERSION,
+    OWN_DRAFTERS,
+    Candidate,
+    best_rows,
+    figures,
+    new_drafter,
+    own_candidates,
+    replay,
+)
 from ssd.base import CorpusDrafter
+from ssd.baselines.none import NoDrafter
+from ssd.corpus.rollout import Rollout
 from ssd.drafter import SuffixDrafter
 from ssd.replay import Recording
 from tests.replay import branches, recording_of, replayed
@@ -73,7 +82,7 @@ def test_figures_equal_those_of_a_slow_replay(trace_path, drafter, shape):
     trace, candidate = Recording.load(trace_path), candidate_of(drafter, shape)
     tally = replay(candidate, trace)
     row = figures(tally, COST)
-    slow = figures_slowly(candidate.build(trace), trace)
+    slow = figures_slowly(new_drafter(candidate, trace), trace)
     assert {name: row[name] for name in slow} == pytest.approx(slow, abs=1e-4)
     assert row["output_tokens"] == trace.output_tokens
     assert len(tally.draft_s) == row["steps"]
@@ -90,26 +99,39 @@ def test_a_warm_replay_counts_the_second_time_only(trace_path, drafter):
     assert warm.counts.steps.sum() < 0.75 * cold.counts.steps.sum()
 
 
-def test_copies_have_different_sessions_and_versions(trace_path):
-    once = replace(Recording.load(trace_path), groups=np.arange(12) % 2, versions=np.repeat([0, 4, 7], 4))
-    twice = copies_of(once, 2)
-    assert np.array_equal(twice.tokens, np.tile(once.tokens, 2))
-    assert np.array_equal(np.diff(twice.starts), np.tile(np.diff(once.starts), 2))
-    assert np.array_equal(twice.sessions, np.concatenate([once.sessions, once.sessions + 3]))
-    assert np.array_equal(twice.groups, np.tile(once.groups, 2))
-    assert np.array_equal(twice.versions, np.concatenate([once.versions, once.versions + 8]))
+class Recorder(NoDrafter):
+    """Records the calls that begin and end sequences."""
+
+    def __init__(self):
+        self.begun, self.events = [], []
+
+    def start(self, sequence_id, prompt, *, session_id=None, rollout=None):
+        self.begun.append((session_id, rollout))
+        self.events.append((sequence_id, "start"))
+
+    def finish(self, sequence_id, tokens, **_options):
+        self.events.append((sequence_id, "finish"))
 
 
-def test_copies_of_requests_without_a_session_have_none():
-    assert copies_of(recording_of([([], [1])] * 2, sessions=[-1, 1]), 2).sessions.tolist() == [-1, 1, -1, 3]
+def recorded(trace, concurrency, **options):
+    recorder = Recorder()
+    replay(Candidate("recorder", "", lambda _: recorder), trace, concurrency, **options)
+    return recorder
 
 
-def test_an_epoch_is_the_number_of_lower_versions_of_the_group():
-    requests = [([1], [2])] * 6
-    recording = recording_of(requests, groups=[5, 5, 9, 5, 9, 5], versions=[3, 3, 3, 8, 9, 9])
-    assert epochs_of(recording).tolist() == [0, 0, 0, 1, 1, 2]
-    assert epochs_of(recording_of(requests, groups=[5] * 6)) is None
-    assert epochs_of(recording_of(requests, versions=[5] * 6)) is None
+def test_no_request_begins_before_all_of_the_previous_version_have_ended():
+    versions = [0, 2, 0, 1, 1, 2, 0]
+    trace = recording_of([([1], [7] * length) for length in (5, 1, 9, 2, 3, 1, 4)], versions=versions)
+    phases = [key for key, _ in groupby((versions[who], what) for who, what in recorded(trace, BY_VERSION).events)]
+    assert phases == [(version, what) for version in range(3) for what in ("start", "finish")]
+
+
+def test_rollouts_are_given_if_wanted_and_another_replay_has_other_sessions_and_versions():
+    trace = recording_of([([1], [7])] * 3, sessions=[-1, 0, 1], groups=[4, -1, 5], versions=[-1, 3, 2])
+    assert recorded(trace, 1).begun == [(None, None), ("0", None), ("1", None)]
+    once = [(None, Rollout("4", 0)), ("0", None), ("1", Rollout("5", 2))]
+    again = [(None, Rollout("4", 4)), ("0, replay 1", None), ("1, replay 1", Rollout("5", 6))]
+    assert recorded(trace, 1, groups=True, times=2).begun == once + again
 
 
 def test_every_nth_token_of_a_synthetic_copy_differs():
@@ -126,42 +148,25 @@ def refusal(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_missing_and_malformed_files_are_refused(tmp_path, capsys):
-    (tmp_path / "text.npz").write_text("no trace")
-    for name in ("absent.npz", "text.npz"):
-        assert f"{name} is not a recording" in refusal(capsys, "--trace", tmp_path / name, "--drafter", "none")
-
-
 @pytest.mark.parametrize(
-    "setting", [("--cost", "0"), ("--cost", "nan"), ("--cost", "0.1,2"), ("--k", "65"), ("--k", "8,0")]
+    ("arguments", "word"),
+    [
+        (("--trace", "absent.npz"), "absent.npz is not a recording"),
+        (("--trace", __file__), "test_replay.py is not a recording"),
+        ((), "give --trace"),
+        *((("--cost", cost), "argument --cost: ") for cost in ("0", "nan", "0.1,2")),
+        *((("--k", k), "argument --k: ") for k in ("65", "8,0")),
+    ],
 )
-def test_settings_out_of_range_are_refused(trace_path, capsys, setting):
-    assert f"argument {setting[0]}: " in refusal(capsys, "--trace", trace_path, "--drafter", "ssd", *setting)
-
-
-def test_the_largest_draft_size_works(trace_path, capsys):
-    main(
-        [
-            "--trace",
-            str(trace_path),
-            "--drafter",
-            *OWN_DRAFTERS,
-            "--k",
-            "64",
-            "--cost",
-            "1",
-            "--max-output-tokens",
-            "70",
-        ]
-    )
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+def test_invalid_input_is_refused(capsys, arguments, word):
+    assert word in refusal(capsys, "--drafter", "ssd", *arguments)
 
 
 def test_the_last_line_is_one_json_document(trace_path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda package: None)
     copy = tmp_path / "copy.json"
     arguments = ["--trace", str(trace_path), "--drafter", *OWN_DRAFTERS, "arctic", "pld", "--cost", "0.005,0.1"]
-    main([*arguments, "--concurrency", "1,4", "--max-output-tokens", "300", "--out", str(copy)])
+    main([*arguments, "--k", "64", "--concurrency", "1,4", "--max-output-tokens", "300", "--out", str(copy)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "skipped arctic: arctic_inference is not installed (make peers)"
     assert lines[1].startswith("skipped pld: ")
@@ -173,22 +178,16 @@ def test_the_last_line_is_one_json_document(trace_path, tmp_path, capsys, monkey
         assert row["output_tokens"] == 300
         expected = row["tokens_per_step"] / (1 + row["cost"] * row["drafted_per_step"])
         assert row["S"] == pytest.approx(expected, abs=1e-3)
-    assert len(document["comparison"]) == 2 * 2 * 2 * 3
-    for line in document["comparison"]:
-        assert line["geometric_mean"] == line["by_trace"]["phrases"]
 
 
-def test_a_comparison_uses_the_best_setting_of_others_for_each_trace():
+def test_the_best_setting_of_others_is_chosen_for_each_trace():
     def row(drafter, setting, trace, s):
         return {"concurrency": 1, "trace": trace, "cost": 0.1, "drafter": drafter, "setting": setting, "S": s}
 
-    rows = [row("ssd", "tree k=8", "a", 4.0), row("ssd", "tree k=8", "b", 9.0)]
+    rows = [row("ssd", "tree", "a", 4.0), row("ssd", "path", "a", 9.0)]
     rows += [row("arctic", "x", "a", 2.0), row("arctic", "y", "a", 1.0)]
     rows += [row("arctic", "x", "b", 0.5), row("arctic", "y", "b", 1.0)]
-    assert [best["setting"] for best in best_rows(rows)] == ["tree k=8", "tree k=8", "x", "y"]
-    (line,) = compare(rows)
-    assert (line["ssd"], line["against"], line["by_trace"]) == ("tree k=8", "arctic", {"a": 2.0, "b": 9.0})
-    assert line["geometric_mean"] == pytest.approx(18**0.5, abs=1e-4)
+    assert [best["setting"] for best in best_rows(rows)] == ["tree", "path", "x", "y"]
 
 
 @pytest.mark.parametrize("peer", peers.PEERS)
@@ -202,14 +201,14 @@ def test_peers_draft_repeated_text(peer):
     assert figures(replay(candidate, again), COST)["tokens_per_step"] > 1.5
 
 
-def test_the_first_half_of_a_trace_is_a_library_for_the_second(trace_path, capsys):
-    trace = Recording.load(trace_path)
-    first, second = halves(trace)
-    assert {*first.sessions.tolist()} == {0, 1}
-    assert {*second.sessions.tolist()} == {2}
-    arguments = ["--drafter", "ssd", "--k", "8", "--draft-shape", "tree", "--cost", str(COST)]
-    main(["--trace", str(trace_path), "--reads", str(trace_path), *arguments])
-    with_library, without = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert (with_library["drafter"], without["drafter"]) == ("ssd", "no library, tree")
-    assert without["tokens_per_step"] == figures(replay(candidate_of("ssd"), second), COST)["tokens_per_step"]
-    assert with_library["tokens_per_step"] > without["tokens_per_step"]
+def test_the_command_replays_versions(tmp_path, capsys):
+    arrays = {"prompt_len": np.full(8, 6), "output_len": np.full(8, 10), "session": np.arange(8)}
+    arrays["tokens"] = np.tile(np.array([*range(6), *range(20, 30)], np.uint32), 8)
+    np.savez(tmp_path / "plain.npz", **arrays)
+    np.savez(tmp_path / "rollouts.npz", **arrays, group=np.arange(8) % 2, version=np.arange(8) // 2)
+    arguments = ["--groups", "--drafter", "ssd", "none", "--draft-shape", "path", "--concurrency"]
+    assert "without a version" in refusal(capsys, *arguments, "version", "--trace", tmp_path / "plain.npz")
+    main([*arguments, "version,1", "--trace", str(tmp_path / "rollouts.npz")])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert {row["concurrency"] for row in rows} == {"version", 1}
+    assert all((row["tokens_per_step"] > 2) == (row["drafter"] == "ssd") for row in rows)

@@ -6,9 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from benchmarks.support.peers.automaton import SuffixAutomata, SuffixAutomaton
-from benchmarks.support.peers.prompt_lookup import VllmNgram
-from benchmarks.support.peers.tries import RestLike, SglangNgram, Trie
+from benchmarks.support.peers import RestLike, SglangNgram, SuffixAutomata, SuffixAutomaton, Trie, VllmNgram
 from tests.replay import branches
 
 

@@ -1,1 +1,0 @@
-"""Replays whose tables the documentation shows: `python -m benchmarks.evidence` (`make evidence`)."""
