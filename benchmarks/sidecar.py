@@ -2,7 +2,8 @@
 
     python -m benchmarks.sidecar [--parts steps,engines] [--corpus 1000000] [--out FILE]
 
-`steps` compares steps over a Unix socket with the same steps of an embedded drafter, in alternated blocks. `engines`
+`steps` compares steps over a Unix socket with the same steps of an embedded drafter, and of a replica of the sidecar's
+corpus in this process, in alternated blocks. `engines`
 compares the drafts per second of several engines, each in a process of its own, with those of one; each asks again as
 soon as it has drafts. Engines are simulated and text is synthetic; the service is the real one. The last line of the
 output is one JSON document.
@@ -31,6 +32,7 @@ from benchmarks.support.load import (
     client_of,
     fill,
 )
+from drafter_service.client.replica import ReplicaClient
 from drafter_service.observability.measuring.rounds import alternated, columns, median_of, median_ratio
 from drafter_service.observability.measuring.sidecar import running_sidecar
 from ssd.config import DrafterConfig
@@ -39,12 +41,14 @@ BATCH = 64
 BLOCKS, BLOCK_STEPS = 9, 200
 ENGINE_COUNTS, ENGINE_ROUNDS, ENGINE_STEPS = (1, 2, 4), 3, 6000
 WARM_UP_STEPS = 50
+WAIT_S = 0.01
+"""Interval at which the progress of a replica is read."""
 
 Results = dict[str, float]
 
 
 def measure_steps(address: str, corpus_tokens: int) -> Results:
-    """Compare steps over a Unix socket with those of an embedded drafter that has the same corpus."""
+    """Compare steps over a Unix socket with those of an embedded drafter and of a replica that have the same corpus."""
     corpus = ssd.Corpus(corpus_tokens)
     for text in Writer(CORPUS_SEED).take(corpus_tokens):
         corpus.append(text)
@@ -56,9 +60,13 @@ def measure_steps(address: str, corpus_tokens: int) -> Results:
     result: Results = {}
     for batch in (1, BATCH):
         client = client_of(address, deadline_s=LONG_DEADLINE_S)
+        replica = ReplicaClient(address, config=config)
+        while replica.copy.corpus is None or replica.copy.corpus.waiting:
+            time.sleep(WAIT_S)
         engines = {
             "embedded": SimulatedEngine(ssd.SuffixDrafter(config, corpus=corpus), batch),
             "remote": SimulatedEngine(client, batch),
+            "replica": SimulatedEngine(replica, batch),
         }
         blocks = columns(alternated({name: partial(block, engine) for name, engine in engines.items()}, range(BLOCKS)))
         added = [
@@ -70,12 +78,14 @@ def measure_steps(address: str, corpus_tokens: int) -> Results:
             f"rtt_us_p50_batch{batch}": microseconds(remote, 50),
             f"rtt_us_p99_batch{batch}": microseconds(remote, 99),
             f"embedded_us_p50_batch{batch}": microseconds(embedded, 50),
+            f"replica_us_p50_batch{batch}": microseconds([*chain(*blocks["replica"])], 50),
             f"over_embedded_us_batch{batch}": round(statistics.median(added) * 1e6, 1),
             f"drafted_per_sequence_batch{batch}": round(engines["remote"].drafted / engines["remote"].steps, 2),
         }
         for engine in engines.values():
             engine.stop()
         client.close()
+        replica.close()
     corpus.close()
     return result
 
