@@ -41,7 +41,7 @@ PYTHON_PATH = {"PYTHONPATH": str(ROOT)}
 MAX_DRAFT, MAX_SEQUENCES = 16, 32
 DEADLINE_S = 0.25
 """Longest time that a step of vLLM waits for a draft: long, so that a stalled machine causes a slow step and not a
-missing draft. The engine of this project waits 10 ms (engine/drafters/kinds.py).
+missing draft. The engine of this project waits 10 ms (engine/drafters/registry.py).
 """
 DISK_BYTES = 256 << 20
 """Size of the disk of a snapshot folder, where it may have one of its own."""

@@ -34,7 +34,7 @@ def recorded_output(positions: np.ndarray, vocab_size: int) -> np.ndarray:
     return (positions % vocab_size).astype(np.uint32)
 
 
-class FixedDrafter:
+class FixedDrafter(Drafter):
     """Drafts random wrong tokens in the same shape for every sequence."""
 
     def __init__(self, parents: np.ndarray, vocab_size: int, accept_prob: float = 0.9) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
+from engine.drafters.tokens import adapt
 from engine.engine import Engine, build_engine
 from engine.executor.build import Executors
 from engine.executor.kv_memory import default_kv_memory
@@ -144,7 +145,7 @@ def test_outputs_end_with_the_end_token(model, max_draft):
     drafter = scripted_by([request], [full])
     engine = build_engine(model, config, drafter)
     executors = Executors(engine._executor, engine.scheduler.pages)
-    ending = Engine(replace(model.config, eos_token_ids=(end,)), config, executors, drafter)
+    ending = Engine(replace(model.config, eos_token_ids=(end,)), config, executors, adapt(drafter))
     [completion] = ending.generate([replace(request, sampling=replace(request.sampling, logprobs=0))])
     assert completion.tokens.tolist() == full[: first + 1]
     assert completion.finish_reason is FinishReason.STOP
