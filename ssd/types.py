@@ -120,6 +120,22 @@ class Progress:
             steps=np.array([steps], np.uint32) if steps > 1 else None,
         )
 
+    def take(self, indices: np.ndarray) -> Progress:
+        """Return the progress of some sequences, int64 [n], in their order."""
+        lengths = np.diff(self.offsets.astype(np.int64))[indices]
+        runs = [
+            self.tokens[first : first + length] for first, length in zip(self.offsets[indices], lengths, strict=True)
+        ]
+        return replace(
+            self,
+            sequence_ids=self.sequence_ids[indices],
+            tokens=_joined(runs, np.uint32),
+            offsets=offsets_of(lengths),
+            verified=self.verified[indices],
+            max_draft=self.max_draft[indices],
+            steps=None if self.steps is None else self.steps[indices],
+        )
+
     def check_arrays(self) -> None:
         """Raise ValueError, with the field's name, for arrays of a wrong type or shape, or that do not fit together.
 

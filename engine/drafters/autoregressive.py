@@ -189,7 +189,6 @@ class AutoregressiveDrafter(Drafter):
             is_coupled=self._is_coupled or has_trees,
         )
         began = perf_counter()
-        growth.run_committed()
         for depth in range(1, self._depth + 1):
             growth.expand(depth)
             now = perf_counter()
@@ -220,8 +219,10 @@ class Growth:
         branches: int,
         is_coupled: bool,
     ) -> None:
-        """plan: of the sequences to draft for. branches: largest number of candidates after a node, and of nodes that
-        are expanded at each depth.
+        """Run the tokens that were committed since the last draft.
+
+        plan: of the sequences to draft for. branches: largest number of candidates after a node, and of nodes that are
+        expanded at each depth.
         """
         self.pool = DraftPool()
         self.q: list[Tensor] = []
@@ -230,13 +231,11 @@ class Growth:
         self._sequences, self._rooms = plan.producing, plan.rooms
         self._sampler = DraftSampler(self._sequences, is_coupled=is_coupled)
         self._branches = branches
-        self._runs = [RunNodes() for _ in self._sequences]
+        self._runs: list[list[int]] = [[] for _ in self._sequences]
         """Nodes in the slots after the committed tokens of each sequence."""
-        self._frontier = Frontier.empty()
-
-    def run_committed(self) -> None:
-        """Run the tokens that were committed since the last draft."""
-        output, count = self._writer.run_committed(self._sequences), len(self._sequences)
+        self._places = {ROOT: ROOT}
+        """Index in `_runs` of each of these nodes."""
+        output, count = writer.run_committed(self._sequences), len(self._sequences)
         self._frontier = Frontier(np.arange(count), np.full(count, ROOT), output.state, output.hidden)
 
     def expand(self, depth: int) -> None:
@@ -255,7 +254,7 @@ class Growth:
 
     def next_nodes(self) -> np.ndarray:
         """Return the candidates of the last depth to expand, int64 [n], by sequence."""
-        left = self._rooms - 1 - np.array([len(run.nodes) for run in self._runs])
+        left = self._rooms - 1 - np.array([len(run) for run in self._runs])
         return self.pool.likeliest(self._newest, np.minimum(self._branches, left))
 
     def run(self, nodes: np.ndarray) -> None:
@@ -282,38 +281,24 @@ class Growth:
         for sequence, run in zip(self._sequences, self._runs, strict=True):
             slots = self._writer.of(sequence)
             assert slots is not None
-            length = straight_length(np.array(run.parents, np.int32))
-            slots.drafted = tokens[run.nodes[:length]].astype(np.uint32)
+            slots.drafted = tokens[run[: straight_length(self._parents(run))]].astype(np.uint32)
 
     def _spans(self, owner: np.ndarray, nodes: np.ndarray) -> list[DraftSpan]:
         """Return a span of nodes for each sequence, which are added to its slots."""
-        before = {own: len(self._runs[own].nodes) for own in owner.tolist()}
-        parents = self.pool.nodes.parent[nodes]
-        for own, node, parent in zip(owner.tolist(), nodes.tolist(), parents.tolist(), strict=True):
-            self._runs[own].add(node, parent)
+        before = {own: len(self._runs[own]) for own in owner.tolist()}
+        for own, node in zip(owner.tolist(), nodes.tolist(), strict=True):
+            self._places[node] = len(self._runs[own])
+            self._runs[own].append(node)
         spans = []
         for own, start in before.items():
             sequence, run = self._sequences[own], self._runs[own]
-            tree = None if self._branches == 1 else DraftTree(np.array(run.parents, np.int32))
-            spans.append(DraftSpan(sequence.pages, len(sequence) + start, len(run.nodes) - start, tree))
+            tree = None if self._branches == 1 else DraftTree(self._parents(run))
+            spans.append(DraftSpan(sequence.pages, len(sequence) + start, len(run) - start, tree))
         return spans
 
-
-class RunNodes:
-    """Nodes of one sequence that were run, in the order of their slots."""
-
-    def __init__(self) -> None:
-        self.nodes: list[int] = []
-        """Their indices in the pool."""
-        self.parents: list[int] = []
-        """Indices of their parents in `nodes`, `ROOT` for the last committed token."""
-        self._places = {ROOT: ROOT}
-
-    def add(self, node: int, parent: int) -> None:
-        """Append a node whose parent was run."""
-        self._places[node] = len(self.nodes)
-        self.nodes.append(node)
-        self.parents.append(self._places[parent])
+    def _parents(self, run: list[int]) -> np.ndarray:
+        """Return the indices of the parents of nodes in the slots of their sequence, int32 [n]."""
+        return np.array([self._places[parent] for parent in self.pool.nodes.parent[run].tolist()], np.int32)
 
 
 class Frontier(NamedTuple):
@@ -327,9 +312,3 @@ class Frontier(NamedTuple):
     """[n, S]: the head's state after each node."""
     hidden: Tensor
     """[n, hidden size]: input of the output projection."""
-
-    @classmethod
-    def empty(cls) -> Frontier:
-        """Return a frontier without nodes."""
-        nothing, no_rows = np.empty(0, np.int64), torch.empty(0, 0)
-        return cls(nothing, nothing, no_rows, no_rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ssd.corpus.rollout import Rollout
-from ssd.types import DraftBatch, Drafter, Progress, offsets_of
+from ssd.types import DraftBatch, Drafter, Progress
 
 MOST_ADAPTERS = 64
 """Maximum number of drafters, unless more adapters have running sequences. Each takes 2 MB, a thread, and its text."""
@@ -96,19 +95,5 @@ class AdapterDrafters(Drafter):
         if len(distinct) == 1:
             return begin(distinct[0], progress)()
         parts = [np.array([index for index, each in enumerate(owners) if each is owner]) for owner in distinct]
-        begun = [begin(owner, _part(progress, at)) for owner, at in zip(distinct, parts, strict=True)]
+        begun = [begin(owner, progress.take(at)) for owner, at in zip(distinct, parts, strict=True)]
         return DraftBatch.concatenate([wait() for wait in begun]).take(np.concatenate(parts).argsort())
-
-
-def _part(progress: Progress, at: np.ndarray) -> Progress:
-    """Return the progress of the sequences `at`, int64 [n]."""
-    runs = [progress.tokens[progress.offsets[index] : progress.offsets[index + 1]] for index in at]
-    return replace(
-        progress,
-        sequence_ids=progress.sequence_ids[at],
-        tokens=np.concatenate(runs),
-        offsets=offsets_of(np.array([len(run) for run in runs])),
-        verified=progress.verified[at],
-        max_draft=progress.max_draft[at],
-        steps=None if progress.steps is None else progress.steps[at],
-    )

@@ -396,26 +396,21 @@ def _naming(kind: str) -> Iterator[None]:
 
 
 def _build_third_party(path: str, config: DrafterConfig, target: TargetInfo | None) -> AnyDrafter:
-    make = _load_class(path)
-    try:
-        return make(config, target)
-    except Exception as problem:
-        LOG.warning("--drafter %s failed to start", path, exc_info=True)
-        raise UserError(f"--drafter {path}: {type(problem).__name__}: {problem}") from problem
-
-
-def _load_class(path: str) -> Callable[[DrafterConfig, TargetInfo | None], AnyDrafter]:
     module, _, name = path.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # Console scripts do not search the current folder, as `python -m` does.
     try:
-        loaded = import_module(module)
+        make = getattr(import_module(module), name, None)
     except ImportError as problem:
         raise UserError(f"--drafter {path}: {problem}") from None
-    if not hasattr(loaded, name):
+    if make is None:
         raise UserError(f"--drafter {path}: the module {module} has no {name}")
-    made: Callable[[DrafterConfig, TargetInfo | None], AnyDrafter] = getattr(loaded, name)
-    return made
+    try:
+        drafter: AnyDrafter = make(config, target)
+    except Exception as problem:
+        LOG.warning("--drafter %s failed to start", path, exc_info=True)
+        raise UserError(f"--drafter {path}: {type(problem).__name__}: {problem}") from problem
+    return drafter
 
 
 def _converted(config: DrafterConfig, name: str, text: str) -> object:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 UNMEASURED = 0.03
 """Minimum path probability of draft tokens in an engine that does not measure its steps, and verifies all of them."""
+DETAILS = {"hints", "adapter", "request_id", "learn", "rollout", "seed"}
+"""Fields of a request that `start` of a drafter may take."""
 BYTES = 4
 """Size of a token."""
 
@@ -53,7 +55,7 @@ class TokenDrafter(Drafter):
         self.limits = drafter.limits
         self._reported = np.zeros((0, 3), np.int64)
         """int64 [rows of the table, 3]."""
-        self._taken = signature(drafter.start).parameters
+        self._details = DETAILS & signature(drafter.start).parameters.keys()
 
     @property
     def origin(self) -> type:
@@ -73,9 +75,8 @@ class TokenDrafter(Drafter):
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""
         request = sequence.request
-        names = ("hints", "adapter", "request_id", "learn", "rollout", "seed")
-        known: dict[str, Any] = {name: getattr(request, name) for name in names}
-        given = {name: value for name, value in known.items() if name in self._taken and value is not None}
+        given: dict[str, Any] = {name: getattr(request, name) for name in self._details}
+        given = {name: value for name, value in given.items() if value is not None}
         self.inner.start(sequence.sequence_id, request.prompt, **given)
         self._make_room(sequence.row + 1)
         self._reported[sequence.row] = len(request.prompt), 0, 0

@@ -167,7 +167,7 @@ def test_a_faulty_drafter_changes_no_output(method, fault, in_flight, caplog):
     assert engine.drafter_failures.count > 1
     assert sum(each.accepted for each in completions) > 5
     caplog.clear()
-    engine.drafter.lengths.clear()  # of sequences whose `start` raised
+    drafter.lengths.clear()  # of sequences whose `start` raised
     check_nothing_is_held(engine)
 
 
