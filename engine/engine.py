@@ -26,9 +26,9 @@ import numpy as np
 
 from engine.config import ContextWindow, EngineConfig
 from engine.drafters.base import Drafter
+from engine.drafters.device_chain import DeviceChain
 from engine.drafters.draft_forward import DraftForward
-from engine.drafters.model_based.device_chain import DeviceChain
-from engine.drafters.tokens import adapt, innermost, limits_of
+from engine.drafters.tokens import adapt
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import Executors, build_executors, with_kv_memory
 from engine.executor.graph import GraphStep
@@ -52,13 +52,12 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import COMPUTED, IN_FLIGHT
 from engine.scheduling.times import Stopwatch
 from engine.scheduling.turns import Turns
-from engine.speculation.device_drafting import DeviceDrafting
-from engine.speculation.selection import DraftSelection
+from engine.speculation.selection import DeviceDrafting, DraftSelection
 from engine.speculation.speculation import Speculation
 from ssd.errors import Failures, UserError
 
 if TYPE_CHECKING:
-    from engine.drafters.kinds import AnyDrafter
+    from engine.drafters.registry import AnyDrafter
 
 LOG = logging.getLogger(__name__)
 COMMON_SAMPLING = SamplingParams(temperature=1.0)
@@ -73,7 +72,7 @@ class Engine:
         model: ModelConfig,
         config: EngineConfig,
         executors: Executors,
-        drafter: AnyDrafter,
+        drafter: Drafter,
         decode: Decode | None = None,
         selection: DraftSelection | None = None,
         *,
@@ -137,9 +136,9 @@ class Engine:
         return self._config.max_draft
 
     @property
-    def drafter(self) -> object:
-        """The drafter that was passed to the constructor."""
-        return innermost(self._speculation.drafter)
+    def drafter(self) -> Drafter:
+        """The drafter in use; one of tokens is wrapped."""
+        return self._speculation.drafter.inner
 
     @property
     def drafter_failures(self) -> Failures:
@@ -269,8 +268,7 @@ class Engine:
             self.scheduler.pages.forget()
             for model in self._models:
                 overwrite_weights(model, weights)
-            if (adapt_to_weights := getattr(self.drafter, "weights_changed", None)) is not None:
-                adapt_to_weights()
+            self.drafter.weights_changed()
             self.version = self.version + 1 if version is None else version
 
     def _drain(self, restart: bool, observe: Callable[[StepReport], None]) -> None:
@@ -532,22 +530,20 @@ def build_engine(
 
     def bind(forward: DraftForward) -> DeviceChain | None:
         with _reported(drafter):
-            if hasattr(drafter, "bind"):
-                drafter.bind(forward)
-            return drafter.device_chain(config) if hasattr(drafter, "device_chain") else None
+            drafter.bind(forward)
+            return drafter.device_chain(config)
 
     config = with_kv_memory(model, config, drafter.needs)
     measure = has_budget and config.max_draft > 0
     executors = build_executors(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs, adapters=adapters, bind=bind
     )  # fmt: skip
-    limits = limits_of(drafter)
-    limits = limits._replace(depth=min(limits.depth, config.max_draft))
+    limits = drafter.limits._replace(depth=min(drafter.limits.depth, config.max_draft))
     selection = None if executors.curve is None else DraftSelection(executors.curve, limits, warn)
     return Engine(
         model.config, config, executors, drafter, decode, selection,
         drafters=drafters, grammars=grammars, adapters=adapters,
-        models=(model, *getattr(innermost(drafter), "copies", ())),
+        models=(model, *drafter.copies),
     )  # fmt: skip
 
 
@@ -557,5 +553,5 @@ def _reported(drafter: Drafter) -> Iterator[None]:
     try:
         yield
     except Exception as problem:
-        name = type(innermost(drafter)).__qualname__
+        name = drafter.origin.__qualname__
         raise UserError(f"the drafter {name} cannot be used: {type(problem).__name__}: {problem}") from problem

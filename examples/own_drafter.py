@@ -18,10 +18,10 @@ from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
-from ssd.types import DraftBatch, Path
+from ssd.types import DraftBatch, Drafter, Path
 
 
-class Pairs:
+class Pairs(Drafter):
     """Drafts what last followed the same two tokens in a finished request. The option `tokens` limits a draft."""
 
     def __init__(self, config, target):  # The target is for drafters that use the model.
@@ -50,9 +50,6 @@ class Pairs:
         text = [*self.texts.pop(sequence_id), *tokens.tolist()]
         if learn:
             self.next.update(zip(pairwise(text), text[2:], strict=False))
-
-    def close(self):
-        pass
 
 
 def main():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from concurrent import futures
 from contextlib import suppress
@@ -27,7 +27,7 @@ from ssd.sequences.local_index import LocalIndex, Unsorted
 from ssd.sequences.running import Running, RunningById
 from ssd.sequences.tables import IS_SHARED, NO_POINTER, OWNER, POINTERS, TOTALS, Sequences
 from ssd.stats import Stats, VersionTotals
-from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id, offsets_of
+from ssd.types import PROPOSE_ID, DraftBatch, Drafter, Progress, check_sequence_id, offsets_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,10 @@ PROPOSE_SESSION = ("propose",)
 """Session id of the sequence that `propose` keeps, so that only tokens after a shared prefix are indexed."""
 
 
-class CorpusDrafter(ABC):
+class CorpusDrafter(Drafter):
     """Base of the drafters that share a `Corpus`. One thread at a time may use a drafter."""
 
+    corpus: Corpus
     PUBLISHES: ClassVar[bool]
     """Whether drafts may come from running requests, so that committed tokens go to the corpus's live tier."""
 

@@ -5,15 +5,20 @@ The same arrays go over the wire as packed bytes, so that nothing is converted t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ssd.config import MAX_DRAFT, check_cost
 from ssd.corpus.ring import check_tokens, kind_of
+
+if TYPE_CHECKING:
+    from ssd.corpus.corpus import Corpus
 
 ROOT = -1
 """Parent of a draft token that follows the context directly."""
@@ -113,6 +118,22 @@ class Progress:
             verified=np.array([verified], np.uint32),
             max_draft=np.array([max_draft], np.uint32),
             steps=np.array([steps], np.uint32) if steps > 1 else None,
+        )
+
+    def take(self, indices: np.ndarray) -> Progress:
+        """Return the progress of some sequences, int64 [n], in their order."""
+        lengths = np.diff(self.offsets.astype(np.int64))[indices]
+        runs = [
+            self.tokens[first : first + length] for first, length in zip(self.offsets[indices], lengths, strict=True)
+        ]
+        return replace(
+            self,
+            sequence_ids=self.sequence_ids[indices],
+            tokens=_joined(runs, np.uint32),
+            offsets=offsets_of(lengths),
+            verified=self.verified[indices],
+            max_draft=self.max_draft[indices],
+            steps=None if self.steps is None else self.steps[indices],
         )
 
     def check_arrays(self) -> None:
@@ -267,34 +288,56 @@ class Path:
 NO_PATH = Path(np.empty(0, np.uint32), np.empty(0, np.float32))
 
 
-class Drafter(Protocol):
-    """Interface of drafters that work on tokens, embedded or remote.
+class Drafter(ABC):
+    """Interface of drafters that work on tokens, embedded or remote, which inherit from it.
 
-    A sequence is started once, drafted for any number of times, and finished once.
+    A sequence is started once, drafted for any number of times, and finished once. `start` may have further arguments,
+    which the engine gives by name: `hints`, `adapter`, `request_id`, `learn`, `rollout` and `seed` of the request.
     """
+
+    limits: DraftLimits = NO_LIMITS
+    """What drafts can save at most."""
+    corpus: Corpus | None = None
+    """The corpus that finished requests are added to, if it is in this process."""
+
+    @property
+    def is_connected(self) -> bool | None:
+        """Whether a remote drafter is connected; None for others."""
+        return None
 
     def start(self, sequence_id: int, prompt: np.ndarray) -> None:
         """Begin a sequence with its prompt, uint32 [P]. Raises ValueError for an id that is in use."""
-        ...
+        return
 
+    @abstractmethod
     def draft(self, progress: Progress) -> DraftBatch:
         """Commit the tokens of a step, and draft the tokens that may follow.
 
         Raises ValueError for a sequence that was not started or appears twice in the batch, for more tokens verified
         than were offered, for a reserved token id, and for arrays that do not fit together.
         """
-        ...
+
+    def begin_draft(self, progress: Progress) -> Callable[[], DraftBatch]:
+        """Return a function that returns the drafts, as `draft`. A remote drafter sends the request before."""
+        return partial(self.draft, progress)
+
+    def draft_after(self, progress: Progress) -> DraftBatch:
+        """Return drafts as if the tokens had been committed, without committing them; none if it cannot.
+
+        A sequence may appear several times.
+        """
+        return DraftBatch.empty(len(progress.sequence_ids))
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """End a sequence. tokens: uint32 [n], committed since its last draft. verified: as in `Progress`.
 
         learn: whether the output may be drafted for other sequences. Raises ValueError as `draft`.
         """
-        ...
+        return
 
     def close(self) -> None:
         """Release threads and connections. No method may be called after it."""
-        ...
+        return
 
 
 def check_path_prob(minimum: float) -> None:

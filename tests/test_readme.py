@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from engine.drafters.kinds import KINDS
+from engine.drafters.registry import KINDS
 from engine.models.shipped import SHIPPED_MODEL
 from tests.engine.lora_folders import write_adapter
 

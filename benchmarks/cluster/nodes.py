@@ -37,7 +37,7 @@ PYTHON_PATH = {"PYTHONPATH": str(ROOT)}
 MAX_DRAFT, MAX_SEQUENCES = 16, 32
 DEADLINE_S = 0.25
 """Longest time that a step of vLLM waits for a draft: long, so that a stalled machine causes a slow step and not a
-missing draft. The engine of this project waits 10 ms (engine/drafters/kinds.py).
+missing draft. The engine of this project waits 10 ms (engine/drafters/registry.py).
 """
 SNAPSHOT_S = 30
 START_TIMEOUT_S, STOP_TIMEOUT_S, CALL_TIMEOUT_S, PROBE_TIMEOUT_S = 300.0, 60.0, 60.0, 2.0

@@ -16,9 +16,8 @@ from benchmarks.gpu.bench import MAX_DRAFT, PROMPT_STEP_TOKENS, Bench
 from engine.engine import Engine
 from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request, SamplingParams
-from ssd.baselines.none import NoDrafter
 from ssd.config import DraftShape
-from ssd.types import NO_LIMITS, DraftBatch, Drafter, Progress, Source, offsets_of
+from ssd.types import DraftBatch, Drafter, Progress, Source, offsets_of
 
 WARM_STEPS = 5
 MIN_GAP_US = 5.0
@@ -35,10 +34,8 @@ def recorded_output(positions: np.ndarray, vocab_size: int) -> np.ndarray:
     return (positions % vocab_size).astype(np.uint32)
 
 
-class FixedDrafter(NoDrafter):
+class FixedDrafter(Drafter):
     """Drafts random wrong tokens in the same shape for every sequence."""
-
-    limits = NO_LIMITS
 
     def __init__(self, parents: np.ndarray, vocab_size: int, accept_prob: float = 0.9) -> None:
         """parents: int32 [k]. accept_prob: reported for every token."""

@@ -28,7 +28,7 @@ from ssd.config import DraftShape
 from ssd.corpus.ring import token_array
 from ssd.corpus.rollout import Rollout
 from ssd.errors import UserError
-from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id
+from ssd.types import PROPOSE_ID, DraftBatch, Drafter, Progress, check_sequence_id
 
 if TYPE_CHECKING:  # It imports numba.
     from drafter_service.observability.facts import ModelIdentity
@@ -55,7 +55,7 @@ EXPECTED_ENDS = (grpc.RpcError, RefusedError, WireError, UserError)
 """Exceptions that end streams without a warning in the log."""
 
 
-class DrafterClient:
+class DrafterClient(Drafter):
     """Client of a drafter service, with the interface of the embedded drafter.
 
     Only one thread may use it. `on_lost` and `on_resumed` may be called from another thread.

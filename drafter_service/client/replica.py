@@ -37,6 +37,7 @@ from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
+from ssd.corpus.rollout import Rollout
 from ssd.corpus.sections import SnapshotError
 from ssd.drafter import SuffixDrafter
 from ssd.errors import UserError
@@ -303,18 +304,36 @@ class ReplicaClient(DrafterClient):
         self._follower = Follower(Connector(Address.parse(address), access or ClientAccess()), self.copy)
         self._counted_at = time.monotonic()
 
-    def start(self, sequence_id: int, prompt: np.ndarray, *, learn: bool = True, **settings: Any) -> None:
+    def start(
+        self,
+        sequence_id: int,
+        prompt: np.ndarray,
+        *,
+        hints: np.ndarray | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
+        learn: bool = True,
+        rollout: Rollout | None = None,
+        seed: int | None = None,
+    ) -> None:
         """See `DrafterClient.start`."""
         self._update()
-        super().start(sequence_id, prompt, learn=learn, **settings)
+        options: dict[str, Any] = {
+            "hints": hints, "session_id": session_id, "request_id": request_id, "rollout": rollout, "seed": seed,
+        }  # fmt: skip
+        super().start(sequence_id, prompt, learn=learn, **options)
         may_learn = self.welcome is not None and self.welcome.may_learn
-        self._local.start(sequence_id, prompt, learn=learn and may_learn, **settings)
+        self._local.start(sequence_id, prompt, learn=learn and may_learn, **options)
 
     def begin_draft(self, progress: Progress) -> Callable[[], DraftBatch]:
         """Draft at once, and return a function that returns the drafts."""
         self._update()
         drafts = self._local.draft(progress)
         return lambda: drafts
+
+    def draft_after(self, progress: Progress) -> DraftBatch:
+        """See `SuffixDrafter.draft_after`."""
+        return self._local.draft_after(progress)
 
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
         """See `DrafterClient.propose`."""

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.drafters.by_adapter import AdapterDrafters
 from engine.scheduling.request import Completion, FinishReason, Request
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from ssd.corpus.corpus import Corpus
 
 MOST = 1 << 14
 """Largest number of outputs that can be repeated, about 350 bytes each; the least recently used are dropped first."""
@@ -60,7 +57,7 @@ class Repeats:
             return None
         self._outputs.move_to_end(request.request_id)
         size, digest = known
-        for corpus in _corpora(self._engine.drafter, request.adapter):
+        for corpus in self._engine.drafter.corpora(request.adapter):
             text = corpus.text_of(request.request_id)
             before, output = text[: max(0, len(text) - size)], text[max(0, len(text) - size) :]
             has_prompt = np.array_equal(before, request.prompt[len(request.prompt) - len(before) :])
@@ -75,16 +72,3 @@ class Repeats:
 
 def _digest(tokens: np.ndarray) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=32).digest()
-
-
-def _corpora(drafter: Any, adapter: str | None) -> Iterator[Corpus]:
-    """Yield the corpora in this process that have the outputs of an adapter, those of combined drafters, too."""
-    from engine.drafters.tokens import innermost  # Imports numba, which the HTTP process does without.
-
-    for part in getattr(drafter, "parts", ()):
-        yield from _corpora(innermost(part.drafter), adapter)
-    if isinstance(drafter, AdapterDrafters):
-        drafter = drafter.known(adapter)
-    corpus: Any = getattr(drafter, "corpus", None)
-    if hasattr(corpus, "text_of") and not hasattr(drafter, "parts"):
-        yield corpus

@@ -74,17 +74,17 @@ class EngineTotals:
             accepted_per_position=tuple(self._accepted_per_position.tolist()),
             drafted_by_source=dict(zip(SOURCE_NAMES, self._drafted_by_source.tolist(), strict=True)),
             accepted_by_source=dict(zip(SOURCE_NAMES, self._accepted_by_source.tolist(), strict=True)),
-            skipped_steps=getattr(self._engine.drafter, "skipped_steps", {}),
+            skipped_steps=dict(self._engine.drafter.skipped_steps),
             corpus=self._corpus_size(),
             drafter_failures=self._engine.drafter_failures.count,
             is_drafter_off=self._engine.drafter_failures.is_off,
-            is_connected=getattr(self._engine.drafter, "is_connected", None),
+            is_connected=self._engine.drafter.is_connected,
             kv_usage=1 - scheduler.pages.free_count / scheduler.pages.count,
         )
 
     def _corpus_size(self) -> CorpusSize | None:
         # Only the embedded drafter has a corpus in this process.
-        corpus = getattr(self._engine.drafter, "corpus", None)
+        corpus = next(iter(self._engine.drafter.corpora()), None)
         return None if corpus is None else CorpusSize(corpus.tokens, corpus.capacity)
 
 

@@ -13,8 +13,7 @@ from drafter_service.client.connection import AbsentError, check_address
 from engine.attention.backend import choose_backend
 from engine.commands.options import EngineOptions
 from engine.drafters.base import TargetInfo
-from engine.drafters.kinds import runs_model
-from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds
+from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds, runs_model
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
 from engine.executor.ranks.load import load_ranks
 from engine.models.decoder import Decoder

@@ -10,8 +10,7 @@ from typing import Any, get_args
 import click
 
 from engine.config import EngineConfig, Verification
-from engine.drafters.kinds import DEFAULT_ADDRESS, KINDS, describe_kinds
-from engine.drafters.registry import parse_kinds
+from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds
 from engine.models.hub import HEAD_FILES, find_model
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
@@ -33,7 +32,7 @@ class EngineOptions:
     attention: str
     """As in `engine.attention.backend.choose_backend`."""
     drafter: str
-    """A name of `engine.drafters.kinds.KINDS`, or `package.module:Class`."""
+    """A name of `engine.drafters.registry.KINDS`, or `package.module:Class`."""
     drafter_options: Mapping[str, str]
     """Settings of the drafter, see `engine.drafters.registry.configure`."""
     draft_models: Mapping[str, Path]

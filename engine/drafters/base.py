@@ -3,15 +3,15 @@
 How to write a drafter
 ======================
 
-A drafter that reads only tokens implements `ssd.types.Drafter` (`start`, `draft`, `finish` and `close`, with ids and
-arrays as arguments); the engine wraps it in `engine.drafters.tokens.TokenDrafter`. Any other drafter implements
+A drafter that reads only tokens inherits from `ssd.types.Drafter` (`start`, `draft`, `finish` and `close`, with ids and
+arrays as arguments); the engine wraps it in `engine.drafters.tokens.TokenDrafter`. Any other drafter inherits from
 `Drafter` below. Both are selected with `--drafter package.module:Class` and constructed as `Class(config, target)`:
 `config` is an `ssd.config.DrafterConfig`, whose `options` are the `--drafter-option` pairs, and `target` a
-`TargetInfo`.
+`TargetInfo`. All but `draft` and `propose` have defaults.
 
 Order of calls, all of them from the thread that runs the engine:
 
-    bind(forward)            once, after the KV cache exists, if the drafter has this method
+    bind(forward)            once, after the KV cache exists
     start(sequence)          once per sequence, before its first step; not again after a preemption
     propose(plan)            at most once per step, before the target's forward pass, for the sequences of
                              `plan.producing`, which excludes requests without drafts (`Request.is_drafted`); not called
@@ -21,8 +21,8 @@ Order of calls, all of them from the thread that runs the engine:
     close()                  once
 
 `propose` returns at most `plan.rooms[i]` tokens for sequence i. Within a draft, parents precede their children. The
-engine may verify only a part of a draft; `observe` reports which. If a drafter raises, the step runs without drafts; a
-draft that breaks these rules is dropped; `engine.drafters.guard` reports the first such problem.
+engine may verify only a part of a draft; `observe` reports which. If a drafter raises, or its drafts break these rules,
+the step runs without drafts; `engine.drafters.guard` counts and reports such problems.
 
 Verification
 ------------
@@ -67,23 +67,31 @@ the last slot of every page, indexed by page.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.drafters.drafts import Drafts
+from ssd.types import NO_LIMITS, DraftLimits
 
 if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
+    from collections.abc import Sequence as SequenceOf
     from pathlib import Path
 
     import torch
     from torch import Tensor
 
     from engine.config import EngineConfig
+    from engine.drafters.device_chain import DeviceChain
+    from engine.drafters.draft_forward import DraftForward
     from engine.models.config import ModelConfig
     from engine.models.decoder import Decoder
     from engine.scheduling.plan import StepPlan
     from engine.scheduling.result import StepResult
     from engine.scheduling.sequence import Sequence
+    from ssd.corpus.corpus import Corpus
 
 
 class DraftLayers(NamedTuple):
@@ -122,6 +130,8 @@ class TargetOutputs(NamedTuple):
 
 
 NO_OUTPUTS = TargetOutputs()
+OWN_PACKAGES = ("ssd", "drafter_service", "engine")
+"""Packages whose drafters return valid drafts, as their tests check."""
 
 
 @dataclass(frozen=True)
@@ -167,30 +177,60 @@ class TargetInfo:
         return self.model.embedding.weight
 
 
-class Drafter(Protocol):
-    """Proposes draft tokens; see the module's docstring for the rules.
+class Drafter(ABC):
+    """Proposes draft tokens; see the module's docstring for the rules."""
 
-    A class that inherits from it may leave out all methods but `propose`.
+    needs: TargetOutputs = NO_OUTPUTS
+    """What the drafter needs from the target."""
+    limits: DraftLimits = NO_LIMITS
+    """The most that drafts can save, final after `bind`. An engine that measures its steps does not call a drafter that
+    cannot pay, and none calls `propose` and `observe` of a drafter with a depth of 0."""
+    copies: SequenceOf[Decoder] = ()
+    """Rounded copies of the target, whose weights change with the target's."""
 
-    Three methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
-    `device_chain(config: EngineConfig) -> DeviceChain | None` returns the drafter's part of the graph executor's steps,
-    for which `propose` and `observe` are not called. `weights_changed() -> None` is called after the weights of the
-    target and of `copies` were overwritten, while no request runs.
+    @property
+    def origin(self) -> type:
+        """The class that drafts, for messages."""
+        return type(self)
 
-    Two attributes are optional. `copies: Sequence[Decoder]` are rounded copies of the target, whose weights change with
-    the target's. `limits: DraftLimits` bounds what drafts can save; an engine that measures its steps does not call a
-    drafter that cannot pay, and none calls `propose` and `observe` of a drafter with a depth of 0.
-    """
+    @property
+    def is_trusted(self) -> bool:
+        """Whether drafts need not be checked."""
+        return self.origin.__module__.split(".")[0] in OWN_PACKAGES
 
-    needs: TargetOutputs
+    @property
+    def is_connected(self) -> bool | None:
+        """Whether a remote drafter is connected; None for others."""
+        return None
+
+    @property
+    def skipped_steps(self) -> Mapping[str, int]:
+        """Number of steps in which a part of the drafter was not called, by its kind."""
+        return MappingProxyType({})
+
+    def corpora(self, adapter: str | None = None) -> Iterable[Corpus]:
+        """Return the corpora in this process that have the outputs of a LoRA adapter; None: of requests without one."""
+        return ()
+
+    def bind(self, forward: DraftForward) -> None:
+        """Store access to the KV pages."""
+        return
+
+    def device_chain(self, config: EngineConfig) -> DeviceChain | None:
+        """Return the drafter's part of the graph executor's steps, for which `propose` and `observe` are not called."""
+        return None
+
+    def weights_changed(self) -> None:
+        """Prepare for other weights of the target and of `copies`, which were overwritten while no request ran."""
+        return
 
     def start(self, sequence: Sequence) -> None:
         """Begin a sequence; its prompt is `sequence.request.prompt`."""
         return
 
+    @abstractmethod
     def propose(self, plan: StepPlan) -> Drafts:
         """Return a draft for each sequence of `plan.producing`, of at most `plan.rooms` tokens."""
-        ...
 
     def observe(self, result: StepResult) -> None:
         """Process the tokens that a step committed, and the target's outputs named in `needs`."""

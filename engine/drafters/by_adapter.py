@@ -4,51 +4,39 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ssd.corpus.rollout import Rollout
-from ssd.types import DraftBatch, Progress, offsets_of
-
-if TYPE_CHECKING:
-    from ssd import types
+from ssd.types import DraftBatch, Drafter, Progress
 
 MOST_ADAPTERS = 64
 """Maximum number of drafters, unless more adapters have running sequences. Each takes 2 MB, a thread, and its text."""
 
-Begin = Callable[[Any, Progress], Callable[[], DraftBatch]]
 
-
-class AdapterDrafters:
+class AdapterDrafters(Drafter):
     """One drafter for requests without an adapter and one for each recently used adapter, behind a single interface."""
 
-    def __init__(self, base: types.Drafter, make: Callable[[str], types.Drafter], most: int = MOST_ADAPTERS) -> None:
+    def __init__(self, base: Drafter, make: Callable[[str], Drafter], most: int = MOST_ADAPTERS) -> None:
         """make: returns a new drafter of the same kind for an adapter. most: see `MOST_ADAPTERS`."""
-        self._base: Any = base
+        self._base = base
         self._make = make
         self._most = most
-        self._by_adapter: OrderedDict[str, Any] = OrderedDict()
+        self._by_adapter: OrderedDict[str, Drafter] = OrderedDict()
         """Drafters by the name of the adapter, the least recently used first."""
-        self._owners: dict[int, Any] = {}
+        self._owners: dict[int, Drafter] = {}
         """The drafter of each running sequence."""
-        if hasattr(base, "draft_after"):
-            self.draft_after = partial(self._call, _begin_draft_after)
-
-    @property
-    def corpus(self) -> object:
-        """The corpus of requests without an adapter; None if it is in another process."""
-        return getattr(self._base, "corpus", None)
+        self.limits, self.corpus = base.limits, base.corpus
 
     @property
     def is_connected(self) -> bool | None:
         """Whether the remote drafter of requests without an adapter is connected; None if it is not remote."""
-        return getattr(self._base, "is_connected", None)
+        return self._base.is_connected
 
-    def known(self, adapter: str | None) -> object:
+    def known(self, adapter: str | None) -> Drafter | None:
         """Return the drafter of an adapter; None if it has none at present."""
         return self._base if adapter is None else self._by_adapter.get(adapter)
 
@@ -65,13 +53,18 @@ class AdapterDrafters:
         seed: int | None = None,
     ) -> None:
         """See `ssd.types.Drafter.start`. adapter: name of the request's adapter. The others are as in `Request`."""
-        owner = self._base if adapter is None else self._drafter_of(adapter)
+        owner: Any = self._base if adapter is None else self._drafter_of(adapter)
         owner.start(sequence_id, prompt, hints=hints, request_id=request_id, learn=learn, rollout=rollout, seed=seed)
         self._owners[sequence_id] = owner
 
     def draft(self, progress: Progress) -> DraftBatch:
         """See `ssd.types.Drafter.draft`."""
-        return self._call(_begin_draft, progress)
+        # Requests to other processes are all sent before the first answer is awaited.
+        return self._call(lambda drafter, part: drafter.begin_draft(part), progress)
+
+    def draft_after(self, progress: Progress) -> DraftBatch:
+        """See `ssd.types.Drafter.draft_after`."""
+        return self._call(lambda drafter, part: partial(drafter.draft_after, part), progress)
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """See `ssd.types.Drafter.finish`."""
@@ -82,7 +75,7 @@ class AdapterDrafters:
         for drafter in (self._base, *self._by_adapter.values()):
             drafter.close()
 
-    def _drafter_of(self, adapter: str) -> Any:
+    def _drafter_of(self, adapter: str) -> Drafter:
         """Return the drafter of an adapter; a new one may replace the least recently used one without sequences."""
         if adapter not in self._by_adapter:
             if len(self._by_adapter) >= self._most:
@@ -95,38 +88,12 @@ class AdapterDrafters:
         self._by_adapter.move_to_end(adapter)
         return self._by_adapter[adapter]
 
-    def _call(self, begin: Begin, progress: Progress) -> DraftBatch:
+    def _call(self, begin: Callable[[Drafter, Progress], Callable[[], DraftBatch]], progress: Progress) -> DraftBatch:
         """Begin to draft with each drafter, and return the drafts of all in the order of `progress`."""
         owners = [self._owners[sequence_id] for sequence_id in progress.sequence_ids.tolist()]
         distinct = list(dict.fromkeys(owners))
         if len(distinct) == 1:
             return begin(distinct[0], progress)()
         parts = [np.array([index for index, each in enumerate(owners) if each is owner]) for owner in distinct]
-        begun = [begin(owner, _part(progress, at)) for owner, at in zip(distinct, parts, strict=True)]
+        begun = [begin(owner, progress.take(at)) for owner, at in zip(distinct, parts, strict=True)]
         return DraftBatch.concatenate([wait() for wait in begun]).take(np.concatenate(parts).argsort())
-
-
-def _begin_draft(drafter: Any, progress: Progress) -> Callable[[], DraftBatch]:
-    """Return a function that returns the drafts. Requests to another process are sent now, so that they overlap."""
-    if hasattr(drafter, "begin_draft"):
-        waiting: Callable[[], DraftBatch] = drafter.begin_draft(progress)
-        return waiting
-    return partial(drafter.draft, progress)
-
-
-def _begin_draft_after(drafter: Any, progress: Progress) -> Callable[[], DraftBatch]:
-    return partial(drafter.draft_after, progress)
-
-
-def _part(progress: Progress, at: np.ndarray) -> Progress:
-    """Return the progress of the sequences `at`, int64 [n]."""
-    runs = [progress.tokens[progress.offsets[index] : progress.offsets[index + 1]] for index in at]
-    return replace(
-        progress,
-        sequence_ids=progress.sequence_ids[at],
-        tokens=np.concatenate(runs),
-        offsets=offsets_of(np.array([len(run) for run in runs])),
-        verified=progress.verified[at],
-        max_draft=progress.max_draft[at],
-        steps=None if progress.steps is None else progress.steps[at],
-    )

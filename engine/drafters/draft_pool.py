@@ -31,8 +31,6 @@ class Candidates(NamedTuple):
     """int64 [n]: index of the parent in the pool, `ROOT` for a child of the context."""
     token: np.ndarray
     """int64 [n]."""
-    depth: np.ndarray
-    """int64 [n]: from 1."""
     q_row: np.ndarray
     """int64 [n]: row of q that the token was sampled from, `DETERMINISTIC` for none."""
     accept_prob: np.ndarray
@@ -52,7 +50,7 @@ class DraftPool:
 
     def __init__(self) -> None:
         # The columns of `Candidates`, and for each candidate the row of logits that it was chosen from.
-        self._integers = np.empty((6, START_CAPACITY), np.int64)
+        self._integers = np.empty((5, START_CAPACITY), np.int64)
         self._floats = np.empty((3, START_CAPACITY), np.float32)
         self._size = 0
 
@@ -62,12 +60,12 @@ class DraftPool:
     @property
     def nodes(self) -> Candidates:
         """All candidates, valid until the next change."""
-        return Candidates(*self._integers[:5, : self._size], *self._floats[:, : self._size])
+        return Candidates(*self._integers[:4, : self._size], *self._floats[:, : self._size])
 
     @property
     def row(self) -> np.ndarray:
         """int64 [n]: index of each candidate's parent among the nodes after which `add` added it."""
-        return self._integers[5, : self._size]
+        return self._integers[4, : self._size]
 
     def add(
         self,
@@ -77,7 +75,6 @@ class DraftPool:
         scores: np.ndarray,
         accept_prob: np.ndarray,
         q_rows: np.ndarray,
-        depth: int,
     ) -> None:
         """Append at most c candidates of one depth after each of n nodes.
 
@@ -85,9 +82,7 @@ class DraftPool:
         below 0 are skipped. scores, accept_prob: float32 [n, c]. q_rows: int64 [n].
         """
         self._reserve(self._size + tokens.size)
-        self._size = _add(
-            self._integers, self._floats, self._size, owner, parent, tokens, scores, accept_prob, q_rows, depth
-        )
+        self._size = _add(self._integers, self._floats, self._size, owner, parent, tokens, scores, accept_prob, q_rows)
 
     def likeliest(self, first: int, limits: np.ndarray) -> np.ndarray:
         """Return the likeliest of the candidates from `first` on, int64 [m], like `likeliest`."""
@@ -110,15 +105,15 @@ class DraftPool:
         self._floats = np.pad(self._floats, ((0, 0), (0, added)))
 
 
-@kernel(LongRows, FloatRows, Int, Longs, Longs, LongRows, FloatRows, FloatRows, Longs, Int, returns=Int)
-def _add(integers, floats, size, owner, parent, tokens, scores, accept_prob, q_rows, depth):
+@kernel(LongRows, FloatRows, Int, Longs, Longs, LongRows, FloatRows, FloatRows, Longs, returns=Int)
+def _add(integers, floats, size, owner, parent, tokens, scores, accept_prob, q_rows):
     for row in range(len(owner)):
         so_far = floats[1, parent[row]] if parent[row] >= 0 else np.float32(1)
         for rank in range(tokens.shape[1]):
             if tokens[row, rank] < 0:
                 continue
             integers[0, size], integers[1, size], integers[2, size] = owner[row], parent[row], tokens[row, rank]
-            integers[3, size], integers[4, size], integers[5, size] = depth, q_rows[row], row
+            integers[3, size], integers[4, size] = q_rows[row], row
             floats[0, size] = accept_prob[row, rank]
             floats[1, size] = so_far * accept_prob[row, rank]
             floats[2, size] = scores[row, rank]

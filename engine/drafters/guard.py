@@ -1,14 +1,14 @@
 """Protect the engine from a faulty drafter.
 
-If a call raises, or returns arrays that are not drafts of the batch, the step runs without drafts. A single draft that
-cannot be verified is dropped. Failures are counted and logged with a traceback, at most once a minute. A drafter that
-fails repeatedly (`ssd.errors.Failures`) is not called any more, except to finish sequences that it has started.
+If a call raises, or drafts of a third party's drafter cannot be verified, the step runs without drafts. Failures are
+counted, and logged with a traceback at most once a minute. A drafter that fails repeatedly (`ssd.errors.Failures`) is
+not called any more, except to finish sequences that it has started.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.drafts import DETERMINISTIC, Drafts, ExtraRows
-from engine.drafters.tokens import TokenDrafter, innermost
+from engine.drafters.tokens import TokenDrafter
 from engine.scheduling.table import MAX_DRAFT
 from ssd.errors import Failures
 from ssd.types import ROOT, DraftBatch
@@ -31,15 +31,13 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 LOG = logging.getLogger(__name__)
-DTYPES: Mapping[str, type[np.generic]] = {
+DTYPES: dict[str, type[np.generic]] = {
     "tokens": np.uint32,
     "parents": np.int32,
     "accept_prob": np.float32,
     "source": np.uint8,
     "offsets": np.uint32,
 }
-TRUSTED = ("ssd", "drafter_service")
-"""Packages whose drafters of tokens return valid drafts, as their tests check."""
 Q_TOLERANCE = 1e-3
 """Largest deviation of the sum of a row of `q` from 1; float32 sums over 150,000 entries have smaller errors."""
 
@@ -49,19 +47,18 @@ class DraftsError(ValueError):
 
 
 class GuardedDrafter:
-    """Calls a drafter, contains its exceptions and checks its drafts."""
+    """Calls a drafter, contains its exceptions and checks the drafts of third parties."""
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.inner = drafter
         self.failures = Failures()
-        """Calls that failed, and drafts that were dropped."""
+        """Calls that failed, or returned invalid drafts."""
         self._has_failed = False
         """Whether a call has failed since drafts were last requested."""
         self._vocab_size = vocab_size
-        package = type(innermost(drafter)).__module__.split(".")[0]
-        self._is_trusted = isinstance(drafter, TokenDrafter) and package in TRUSTED
-        self._started: set[Sequence] = set()
-        """Sequences that the drafter has started and not finished."""
+        self._is_trusted = drafter.is_trusted
+        self._started: set[int] = set()
+        """Ids of the sequences that the drafter has started and not finished."""
 
     @property
     def needs(self) -> TargetOutputs:
@@ -69,10 +66,10 @@ class GuardedDrafter:
         return self.inner.needs
 
     def start(self, sequence: Sequence) -> None:
-        """See `Drafter.start`."""
-        if not self.failures.is_off:
-            self._started.add(sequence)
-        self._call(lambda: self.inner.start(sequence))
+        """See `Drafter.start`. Does nothing for a sequence that was started before."""
+        if not self.failures.is_off and sequence.sequence_id not in self._started:
+            self._started.add(sequence.sequence_id)
+            self._call(lambda: self.inner.start(sequence))
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`. Requests that want no drafts are left out."""
@@ -91,14 +88,8 @@ class GuardedDrafter:
             return self._call(lambda: self.inner.propose(plan)) or Drafts.empty(plan.producers)
         # Read first, in case the drafter changes the plan.
         rooms, extra_rooms = plan.rooms.copy(), plan.extra_rooms.copy()
-
-        def propose() -> Drafts:
-            drafts = self.inner.propose(plan)
-            if drafts.extra is not None:
-                check_extra_rows(drafts.extra, extra_rooms, self._vocab_size)
-            return replace(self._valid(drafts, rooms), extra=drafts.extra)
-
-        return self._call(propose) or Drafts.empty(plan.producers)
+        found = self._call(lambda: checked(self.inner.propose(plan), rooms, extra_rooms, self._vocab_size))
+        return found or Drafts.empty(plan.producers)
 
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
@@ -106,9 +97,9 @@ class GuardedDrafter:
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`. A drafter that is switched off is called, too, if it has started the sequence."""
-        is_required = sequence in self._started
-        self._started.discard(sequence)
-        self._call(lambda: self.inner.finish(sequence, learn), is_required=is_required)
+        if sequence.sequence_id in self._started:
+            self._started.remove(sequence.sequence_id)
+            self._call(lambda: self.inner.finish(sequence, learn), is_required=True)
 
     def close(self) -> None:
         """See `Drafter.close`."""
@@ -125,85 +116,50 @@ class GuardedDrafter:
             return act()
         except Exception as problem:
             self._has_failed = True
-            self._report(problem, 1)
+            if (end := self.failures.add()) is not None:
+                LOG.warning("the drafter failed: %s: %s; %s", type(problem).__name__, problem, end, exc_info=True)
             return None
 
-    def _valid(self, drafts: Drafts, rooms: np.ndarray) -> Drafts:
-        """Return drafts of B sequences without those that `check_drafts` refuses. Raises DraftsError if all are."""
-        drafts = replace(drafts, batch=_contiguous(drafts.batch))
-        try:
-            check_drafts(drafts, rooms, self._vocab_size)
-        except DraftsError as problem:
-            _check_arrays(drafts.batch, DTYPES)
-            _check_offsets(drafts.batch, len(rooms))
-            valid = [at for at in range(len(rooms)) if self._is_valid(drafts.take([at]), rooms[at : at + 1])]
-            if not valid:
-                raise
-            self._report(problem, len(rooms) - len(valid))
-            return drafts.take(valid).scatter(np.array(valid), len(rooms))
-        return drafts
 
-    def _is_valid(self, drafts: Drafts, rooms: np.ndarray) -> bool:
-        try:
-            check_drafts(drafts, rooms, self._vocab_size)
-        except DraftsError:
-            return False
-        return True
+def checked(drafts: Drafts, rooms: np.ndarray, extra_rooms: np.ndarray, vocab_size: int) -> Drafts:
+    """Return drafts whose arrays kernels can read. Raises DraftsError unless a step can run them.
 
-    def _report(self, problem: Exception, count: int) -> None:
-        """Count failures, and log them if a report is due."""
-        if (end := self.failures.add(count)) is not None:
-            LOG.warning("the drafter failed: %s: %s; %s", type(problem).__name__, problem, end, exc_info=True)
-
-
-def check_drafts(drafts: Drafts, rooms: np.ndarray, vocab_size: int) -> None:
-    """Raise DraftsError unless a step can verify these drafts; `rooms`: largest length of each."""
+    rooms, extra_rooms: int64 [B], largest numbers of draft tokens and of extra rows of each sequence.
+    """
     batch = drafts.batch
-    _check_arrays(batch, DTYPES)
+    _check_arrays(batch, tuple(DTYPES))
     _check_trees(batch, rooms)
     _check_tokens(batch.tokens, vocab_size)
-    _check_accept_prob(batch.accept_prob)
+    if not ((batch.accept_prob >= 0) & (batch.accept_prob <= 1)).all():
+        raise DraftsError("accept_prob is not a probability")
     if drafts.q_rows is not None and len(batch.tokens):
         _check_distributions(drafts, drafts.q_rows, vocab_size)
+    if (extra := drafts.extra) is not None:
+        if not isinstance(extra, ExtraRows):
+            raise DraftsError(f"extra is {type(extra).__name__}, not ExtraRows")
+        _check_arrays(extra, ("tokens", "parents", "offsets"))
+        _check_trees(extra, extra_rooms)
+        _check_tokens(extra.tokens, vocab_size)
+    # Drafters may return views.
+    arrays = {name: np.ascontiguousarray(vars(batch)[name]) for name in DTYPES}
+    return replace(drafts, batch=replace(batch, **arrays))  # type: ignore[arg-type]
 
 
-def check_extra_rows(extra: ExtraRows, rooms: np.ndarray, vocab_size: int) -> None:
-    """Raise DraftsError unless a step can run these extra rows; `rooms`: largest number for each sequence."""
-    if not isinstance(extra, ExtraRows):
-        raise DraftsError(f"extra is {type(extra).__name__}, not ExtraRows")
-    _check_arrays(extra, {name: DTYPES[name] for name in ("tokens", "parents", "offsets")})
-    _check_trees(extra, rooms)
-    _check_tokens(extra.tokens, vocab_size)
-
-
-def _contiguous(batch: DraftBatch) -> DraftBatch:
-    """Return a batch whose arrays kernels can read; drafters of third parties may return views."""
-    for name in DTYPES:
-        if isinstance(array := getattr(batch, name), np.ndarray):
-            batch = replace(batch, **{name: np.ascontiguousarray(array)})  # type: ignore[arg-type]
-    return batch
-
-
-def _check_arrays(batch: DraftBatch | ExtraRows, dtypes: Mapping[str, type[np.generic]]) -> None:
-    for name, dtype in dtypes.items():
-        array = getattr(batch, name)
+def _check_arrays(batch: DraftBatch | ExtraRows, names: tuple[str, ...]) -> None:
+    for name in names:
+        array, dtype = vars(batch)[name], DTYPES[name]
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
             raise DraftsError(f"{name} is not a 1-D {np.dtype(dtype).name} array")
         if name != "offsets" and len(array) != len(batch.tokens):
             raise DraftsError(f"{name} has {len(array)} elements for {len(batch.tokens)} tokens")
 
 
-def _check_offsets(batch: DraftBatch | ExtraRows, count: int) -> None:
-    offsets = batch.offsets.astype(np.int64)
-    if len(offsets) != count + 1 or (np.diff(offsets) < 0).any() or offsets[0] != 0 or offsets[-1] != len(batch.tokens):
-        raise DraftsError(f"offsets do not divide {len(batch.tokens)} tokens into {count} drafts")
-
-
 def _check_trees(batch: DraftBatch | ExtraRows, rooms: np.ndarray) -> None:
     """Raise DraftsError unless offsets give a draft of allowed length to each sequence, and parents come first."""
-    _check_offsets(batch, len(rooms))
-    offsets = batch.offsets.astype(np.int64)
+    offsets, count = batch.offsets.astype(np.int64), len(rooms)
     lengths = offsets[1:] - offsets[:-1]
+    if len(offsets) != count + 1 or (lengths < 0).any() or offsets[0] != 0 or offsets[-1] != len(batch.tokens):
+        raise DraftsError(f"offsets do not divide {len(batch.tokens)} tokens into {count} drafts")
     if (lengths > rooms).any():
         index = int((lengths > rooms).argmax())
         raise DraftsError(f"draft {index} has {lengths[index]} tokens; at most {rooms[index]} can be verified")
@@ -215,11 +171,6 @@ def _check_trees(batch: DraftBatch | ExtraRows, rooms: np.ndarray) -> None:
 def _check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
     if len(tokens) and int(tokens.max()) >= vocab_size:
         raise DraftsError(f"token id {int(tokens.max())} is out of vocabulary; ids are 0 to {vocab_size - 1}")
-
-
-def _check_accept_prob(accept_prob: np.ndarray) -> None:
-    if not ((accept_prob >= 0) & (accept_prob <= 1)).all():
-        raise DraftsError("accept_prob is not a probability")
 
 
 def _check_distributions(drafts: Drafts, q_rows: np.ndarray, vocab_size: int) -> None:

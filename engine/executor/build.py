@@ -13,8 +13,8 @@ from engine.attention.backend import choose_backend, make_attention, make_ops
 from engine.attention.base import StepShape
 from engine.config import EngineConfig
 from engine.drafters.base import NO_OUTPUTS, TargetOutputs
+from engine.drafters.device_chain import DeviceChain
 from engine.drafters.draft_forward import DraftForward
-from engine.drafters.model_based.device_chain import DeviceChain
 from engine.executor.batch import NO_PARENTS, Batch
 from engine.executor.device_state import DeviceState
 from engine.executor.eager import EagerExecutor
@@ -33,8 +33,7 @@ from engine.models.sharding import ShardedDecoder
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import SamplingParams
 from engine.scheduling.table import rows_for
-from ssd.budget.curve import StepCurve
-from ssd.budget.measure import measured_curve
+from ssd.budget.curve import StepCurve, measured_curve
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Numbers of tokens per step whose durations are measured."""

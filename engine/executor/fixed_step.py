@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.attention.base import StepShape
-from engine.drafters.model_based.device_chain import FixedChain
+from engine.drafters.device_chain import FixedChain
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.kernels.inputs import build_inputs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from engine.drafters.model_based.device_chain import DeviceChain
+from engine.drafters.device_chain import DeviceChain
 from engine.executor.batch import Batch, build_batch
 from engine.executor.eager import score_prompts
 from engine.executor.fixed_step import RESULT_COLUMNS, Kind, StepOutput

@@ -15,8 +15,7 @@ from engine.executor.fixed_step import FixedStep, Kind
 from engine.executor.kernels.dispatch import next_power_of_2
 from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
-from ssd.budget.curve import StepCurve
-from ssd.budget.measure import fastest, measured_curve
+from ssd.budget.curve import StepCurve, fastest, measured_curve
 from ssd.budget.padding import Padding
 
 MIN_DRAFT_ROWS = 4

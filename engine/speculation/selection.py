@@ -1,11 +1,14 @@
-"""Select the draft tokens that a step verifies, and decide in which steps the drafter is called."""
+"""Select the draft tokens that a step verifies, and decide in which steps the drafter is called.
+
+Where the device drafts within a step, the time of drafting is known only as the difference to steps without drafts.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable
-from statistics import mean
+from statistics import mean, median
 
 import numpy as np
 
@@ -27,6 +30,18 @@ PRIOR_ACCEPTED = 0.5
 tried at times."""
 RECENT = 16
 """Number of last steps with drafts from which the loss of a trial with another number of sequences is expected."""
+MAX_DEVIATION = 2.0
+"""Limit of the duration of a step that drafts, as a multiple of the median of recent ones: longer steps were
+disturbed."""
+CATCH_UP_STEPS = 2
+"""Number of steps after drafting begins whose durations are not limited. They take longer, because they write the slots
+of the drafter that plain steps left out."""
+PLAIN_STEPS = 8
+"""Smallest number of consecutive plain steps, from which their duration is known."""
+DEVICE_TRIAL = 4.0
+"""What a trial of drafting may cost, in durations of a plain step; a step that drafts costs a large part of one."""
+DRAFTING_RUNS = 256, 256
+"""Number of consecutive steps that draft, after which the duration of plain steps is measured again."""
 
 
 class DraftSelection:
@@ -159,6 +174,46 @@ class DraftSelection:
             f"drafts{cause}"
         )
         self._warn = None
+
+
+class DeviceDrafting:
+    """Stops drafting on the device while it is not worthwhile."""
+
+    def __init__(self, curve: StepCurve) -> None:
+        """curve: durations of plain steps."""
+        self._curve = curve
+        self._backoff = Backoff(DEVICE_TRIAL, shortest_pause=PLAIN_STEPS, runs=DRAFTING_RUNS, is_stopped=True)
+        self._plain = deque([1.0], maxlen=2 * PLAIN_STEPS - 1)
+        """Durations of the last plain steps, as multiples of those of the curve."""
+        self._drafting = deque[float](maxlen=2 * PLAIN_STEPS - 1)
+        """Durations of the last steps that drafted, as multiples of those of plain steps of the curve."""
+
+    @property
+    def is_backing_off(self) -> bool:
+        """Whether the next step does not draft."""
+        return self._backoff.is_stopped
+
+    def record(self, committed: StepPlan, launched: StepPlan, tokens: int, seconds: float) -> None:
+        """Learn from the time between two commits, in which one step was committed and the same or a later one
+        launched.
+
+        tokens: number of tokens of the committed step. Steps with prompts are not counted.
+        """
+        plans, sequences = (committed, launched), committed.producers
+        if any(plan.scheduled_tokens > plan.producers for plan in plans):
+            return
+        duration = seconds / float(self._curve.seconds(sequences, sequences))
+        if any(plan.is_drafting for plan in plans):
+            is_beginning = self._backoff.steps < CATCH_UP_STEPS
+            self._drafting.append(duration)
+            if not is_beginning:
+                duration = min(duration, MAX_DEVIATION * median(self._drafting))
+            saved = tokens / sequences - duration / median(self._plain)
+            self._backoff.record_drafts(saved, is_beginning=is_beginning)
+            return
+        self._plain.append(duration)
+        if self._backoff.is_stopped:  # Otherwise no request wanted drafts.
+            self._backoff.record_pause()
 
 
 @inline

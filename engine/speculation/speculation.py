@@ -1,31 +1,36 @@
-"""Add drafts to a step: call the drafter and select the draft tokens that are worth verifying."""
+"""Add drafts to a step: call the drafter and select the draft tokens that are worth verifying.
+
+In rejection mode, outputs follow the target's distribution only if the decision to verify a sampled token does not
+depend on that token. The token budget therefore does not get the drafter's `accept_prob` of such tokens, but a path
+whose probabilities are the acceptance rates by depth of earlier steps. It selects a depth, and all tokens up to that
+depth are verified.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.drafters.base import Drafter
 from engine.drafters.drafts import Drafts
 from engine.drafters.guard import GuardedDrafter
-from engine.drafters.tokens import adapt, limits_of
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import HAS_GRAMMAR, KIND, MAX_DRAFT
-from engine.speculation.device_drafting import DeviceDrafting
 from engine.speculation.draft_tree import depths_of, straight_lengths
 from engine.speculation.grammar_drafts import follow_grammars
-from engine.speculation.sampled_drafts import DepthRates, hide_sampled
-from engine.speculation.selection import DraftSelection
+from engine.speculation.selection import DeviceDrafting, DraftSelection
 from engine.speculation.verify import uses_rejection
-from ssd.types import DraftBatch
+from ssd.types import DraftBatch, Path
 
-if TYPE_CHECKING:
-    from engine.drafters.kinds import AnyDrafter
+DECAY = 0.99
+"""Decay per recorded draft of the counts: an effective window of about 100 drafts."""
+PRIOR_RATE = 0.7
+"""Prior of the rates, with the weight of one draft."""
 
 
 class Speculation:
@@ -33,7 +38,7 @@ class Speculation:
 
     def __init__(
         self,
-        drafter: AnyDrafter,
+        drafter: Drafter,
         config: EngineConfig,
         vocab_size: int,
         selection: DraftSelection | None = None,
@@ -42,15 +47,13 @@ class Speculation:
         """Without a `selection` all draft tokens are verified. Without `device_drafting` the device drafts in every
         step with a request that wants drafts.
         """
-        self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
-        self.may_draft = limits_of(self._drafter.inner).depth > 0
+        self._drafter = GuardedDrafter(drafter, vocab_size)
+        self.may_draft = drafter.limits.depth > 0
         """Whether the drafter ever drafts."""
         self._has_trees = config.draft_shape == "tree"
         self._selection = selection
         self._device_drafting = device_drafting
         self._rates = DepthRates(config.max_draft)
-        self._started: set[int] = set()
-        """Ids of the sequences that the drafter has started."""
 
     @property
     def drafter(self) -> GuardedDrafter:
@@ -60,9 +63,7 @@ class Speculation:
     def start(self, sequences: Iterable[Sequence]) -> None:
         """Let the drafter start the sequences that it has not started yet."""
         for sequence in sequences:
-            if sequence.sequence_id not in self._started:
-                self._started.add(sequence.sequence_id)
-                self._drafter.start(sequence)
+            self._drafter.start(sequence)
 
     def prepare(self, plan: StepPlan) -> bool:
         """Set the plan's price. Return whether the drafter is called in this step."""
@@ -138,9 +139,7 @@ class Speculation:
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """End a sequence. `learn`: whether the drafter may remember its output."""
-        if sequence.sequence_id in self._started:
-            self._started.remove(sequence.sequence_id)
-            self._drafter.finish(sequence, learn)
+        self._drafter.finish(sequence, learn)
 
     def close(self) -> None:
         """Release the drafter."""
@@ -152,3 +151,44 @@ class Speculation:
         if self._has_trees:
             return np.diff(batch.offsets.astype(np.int64))
         return straight_lengths(batch.parents, batch.offsets)
+
+
+class DepthRates:
+    """Fraction of accepted draft tokens by depth, given that the parent was accepted."""
+
+    def __init__(self, max_draft: int) -> None:
+        self._tried = np.ones(max_draft)
+        self._accepted = np.full(max_draft, PRIOR_RATE)
+        self.deepest = 0
+        """Largest depth of earlier drafts."""
+
+    def path(self, length: int) -> DraftBatch:
+        """Return a draft with these rates as `accept_prob`; the tokens are placeholders.
+
+        It has at most `length` tokens, and no more than the deepest of earlier drafts, because the length of the
+        present draft may depend on the tokens that were sampled.
+        """
+        length = min(length, self.deepest)
+        rates = (self._accepted / self._tried)[:length]
+        return DraftBatch.from_paths([Path(np.zeros(length, np.uint32), rates.astype(np.float32))])
+
+    def record(self, verified: int, accepted: int) -> None:
+        """Count the tokens of a draft by depth: those that could have been accepted, and those that were."""
+        depth = np.arange(1, len(self._tried) + 1)
+        reached = depth <= min(verified, accepted + 1)
+        self._tried = DECAY * self._tried + (1 - DECAY) + reached
+        self._accepted = DECAY * self._accepted + (1 - DECAY) * PRIOR_RATE + (reached & (depth <= accepted))
+
+
+def hide_sampled(drafts: Drafts, is_sampled: np.ndarray, rooms: np.ndarray, rates: DepthRates) -> DraftBatch:
+    """Return the drafts for the token budget, with sampled ones, bool [B], replaced by paths of acceptance rates.
+
+    rooms: int64 [B], largest number of tokens of each draft.
+    """
+    batch = drafts.batch
+    parts = [rates.path(room) if hidden else batch.take([at]) for at, (hidden, room) in enumerate(
+        zip(is_sampled.tolist(), rooms.tolist(), strict=True)
+    )]  # fmt: skip
+    depths = depths_of(batch.parents, batch.offsets)[is_sampled[drafts.owner]]
+    rates.deepest = max(rates.deepest, int(depths.max(initial=0)))
+    return DraftBatch.concatenate(parts)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.types import NO_PATH, DraftBatch, Path, Progress, Source
+from ssd.types import NO_PATH, DraftBatch, Drafter, Path, Progress, Source
 
 LONGEST = 4
 SHORTEST = 2
 """Longest and shortest match in tokens; a common setting of vLLM."""
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Matches the last 4 tokens, then 3, then 2, and drafts from the most recent occurrence."""
 
     def __init__(self) -> None:

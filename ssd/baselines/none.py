@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from ssd.types import DraftBatch, DraftLimits, Progress
+from ssd.types import DraftBatch, Drafter, DraftLimits, Progress
 
 
-class NoDrafter:
-    """Proposes nothing; implements `ssd.types.Drafter`."""
+class NoDrafter(Drafter):
+    """Proposes nothing."""
 
     limits = DraftLimits(depth=0)
-
-    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
-        """Do nothing."""
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Return no draft for any sequence."""
         return DraftBatch.empty(len(progress.sequence_ids))
-
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

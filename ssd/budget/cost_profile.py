@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -52,11 +52,7 @@ class CostProfile:
             raise ValueError(f"step_ms has {len(self.step_ms)} sizes; the maximum is {MAX_SIZES}")
         if any(ms == 0 for row in self.step_ms.values() for ms in row.values()):
             raise ValueError("a step takes 0 ms")
-        tables = [
-            *self.step_ms.values(),
-            *(of_depth for each in self.drafter_ms.values() for of_depth in each.values()),
-        ]
-        for table in tables:
+        for table in (*self.step_ms.values(), *(row for each in self.drafter_ms.values() for row in each.values())):
             if not all(sequences > 0 and np.isfinite(ms) and ms >= 0 for sequences, ms in table.items()):
                 raise ValueError("a duration or a number of sequences is out of range")
         if self.source not in get_args(Source):
@@ -68,30 +64,23 @@ class CostProfile:
         source = "from data sheets" if self.source == "roofline" else self.source
         return f"{self.model} on {self.device} ({source})"
 
-    @property
-    def _columns(self) -> dict[int, list[tuple[int, float]]]:
-        """Pairs of tokens and milliseconds by number of sequences."""
-        columns: dict[int, list[tuple[int, float]]] = {}
-        for size, row in sorted(self.step_ms.items()):
-            for count, ms in row.items():
-                columns.setdefault(count, []).append((size, ms))
-        return columns
-
     def step(self, tokens: float, sequences: int) -> float:
         """Return the milliseconds of a step of `tokens` tokens in total, interpolated linearly."""
-        columns = self._columns
-        counts = sorted(columns)
-        return float(np.interp(sequences, counts, [_line(columns[count], tokens) for count in counts]))
+        counts, sizes, seconds = self.table()
+        return 1e3 * float(np.interp(sequences, counts, [extended(tokens, sizes, row) for row in seconds]))
 
     def table(self) -> tuple[list[int], list[int], np.ndarray]:
         """Return the numbers of sequences and of tokens, ascending, and the seconds for each pair, float64 [S, T].
 
         Pairs that are not in the profile are interpolated and extrapolated by their number of tokens.
         """
-        columns = self._columns
-        sizes = sorted(self.step_ms)
-        seconds = [[_line(columns[count], size) / 1e3 for size in sizes] for count in sorted(columns)]
-        return sorted(columns), sizes, np.array(seconds)
+        sizes, counts = sorted(self.step_ms), sorted({count for row in self.step_ms.values() for count in row})
+        known = [[size for size in sizes if count in self.step_ms[size]] for count in counts]
+        seconds = [
+            extended(np.array(sizes), own, [self.step_ms[size][count] / 1e3 for size in own])
+            for count, own in zip(counts, known, strict=True)
+        ]
+        return counts, sizes, np.array(seconds)
 
     def drafting(self, drafter: str, depth: int, sequences: int) -> float | None:
         """Return the milliseconds that drafting `depth` positions adds to a step, None if they are not known.
@@ -106,11 +95,9 @@ class CostProfile:
             return sum(parts) if parts else None
         of_depth = {
             each: float(np.interp(sequences, sorted(row), [row[count] for count in sorted(row)]))
-            for each, row in self.drafter_ms[drafter].items()
+            for each, row in sorted(self.drafter_ms[drafter].items())
         }
-        if 0 in of_depth:
-            return of_depth[0]
-        return _line([(0, 0.0), *sorted(of_depth.items())], depth)
+        return of_depth[0] if 0 in of_depth else float(extended(depth, [0, *of_depth], [0, *of_depth.values()]))
 
     @property
     def max_sequences(self) -> int:
@@ -175,10 +162,11 @@ def _numbers(table: Any) -> dict[int, dict[int, float]]:
     return {int(outer): {int(inner): float(ms) for inner, ms in row.items()} for outer, row in table.items()}
 
 
-def _line(points: list[tuple[int, float]], at: float) -> float:
-    """Interpolate between points of ascending x, and extrapolate with the first and the last slope."""
-    if len(points) == 1:
-        return points[0][1]
-    x, y = np.array(points, np.float64).T
-    index = int(np.clip(np.searchsorted(x, at) - 1, 0, len(x) - 2))
-    return float(y[index] + (at - x[index]) * (y[index + 1] - y[index]) / (x[index + 1] - x[index]))
+def extended(at: np.ndarray | float, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Interpolate linearly between points of ascending x, and extrapolate with the first and the last slope."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if len(x) == 1:
+        return np.full(np.shape(at), y[0])
+    right = np.clip(np.searchsorted(x, at), 1, len(x) - 1)
+    line: np.ndarray = y[right - 1] + (at - x[right - 1]) * (y[right] - y[right - 1]) / (x[right] - x[right - 1])
+    return line

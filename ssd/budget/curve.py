@@ -8,11 +8,13 @@ cost of a draft token. Without any of these, it starts as a guess. Durations of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from time import perf_counter
 
 import numpy as np
 
-from ssd.budget.cost_profile import CostProfile
-from ssd.budget.fit import CurveFit, parts_of
+from ssd.budget.cost_profile import CostProfile, extended
+from ssd.budget.fit import STEPS, Fit, parts_of, record_step, write_seconds
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.budget.totals import BudgetTotals, size_of
 from ssd.config import check_cost
@@ -32,7 +34,12 @@ ALL_STEPS, RECORD_EVERY = 256, 4
 """Number of first steps that are all recorded, and the interval at which later ones are, to save time."""
 MAX_ROWS = 1024
 """Largest number of rows that are kept, one for each number of sequences."""
-
+REPEATS = 3
+"""Measurements of each size; the fastest one is used, because other load can only make a step slower."""
+MEASURING_S = 3.0
+"""Time after which no larger size is measured; the curve continues linearly."""
+MANY_SEQUENCES = 16
+"""Number of sequences in the step that measures the time per sequence."""
 
 PaddingOf = Padding | Callable[[int], Padding]
 """A padding, or a function that returns that of steps with a number of sequences."""
@@ -60,15 +67,15 @@ class StepCurve:
         self.totals = BudgetTotals()
         """Totals of the recorded steps, without drafts; see `TokenBudget.totals`."""
         self._prior = prior
-        self._fit = None if spread is None else CurveFit(knots, spread)
+        self._fit = None if spread is None else Fit.of(knots, spread)
         self._unrecorded = 0
         """Number of steps since one was recorded."""
         self._was_ragged = False
         """Whether a sequence of the last step had several tokens."""
-        self._rows: dict[int, np.ndarray] = {}
-        """Durations at the knots by number of sequences."""
-        self._parts: dict[int, np.ndarray] = {}
-        """Parts of the prior curve by number of sequences, see `parts_of`."""
+        self.row = lru_cache(MAX_ROWS)(self._row)
+        """Returns the durations at the knots for a number of sequences, float64 [K], without padding and
+        `ragged_seconds`."""
+        self._parts_of = lru_cache(MAX_ROWS)(self._parts)
 
     @classmethod
     def unknown(cls, padding: PaddingOf = NO_PADDING) -> StepCurve:
@@ -127,26 +134,9 @@ class StepCurve:
         """Whether recorded steps change the curve."""
         return self._fit is not None
 
-    def row(self, sequences: int) -> np.ndarray:
-        """Return the durations at the knots for a number of sequences, float64 [K], without padding and
-        `ragged_seconds`.
-        """
-        if sequences not in self._rows:
-            if len(self._rows) >= MAX_ROWS:
-                self._rows.clear()
-            row = self._prior(sequences)
-            if self._fit is not None and self._fit.steps:
-                sizes = [sequences * (1 + length) for length in self.padding(sequences).lengths]
-                next_size = min((size for size in sizes if size > self._fit.tried), default=0)
-                row = self._fit.seconds(self._parts_of(sequences), next_size)
-            self._rows[sequences] = row
-        return self._rows[sequences]
-
     def ragged_seconds(self, sequences: int) -> float:
         """Return how much longer a step takes if a sequence has several tokens."""
-        if self._fit is None or not self._fit.steps:
-            return 0.0
-        return self._fit.ragged_seconds(self._parts_of(sequences))
+        return self._fit.ragged_seconds(self._parts_of(sequences)) if self._fit and self._fit.state[STEPS] else 0.0
 
     def padding(self, sequences: int) -> Padding:
         """Return the shapes that steps with a number of sequences are padded to."""
@@ -185,23 +175,28 @@ class StepCurve:
         is_ragged = tokens > sequences
         is_alike, self._was_ragged = is_ragged == self._was_ragged, is_ragged
         # Steps of one kind between many of the other are all recorded.
-        if self._fit is None or (self._fit.steps >= ALL_STEPS and self._unrecorded < RECORD_EVERY and is_alike):
+        if self._fit is None or (self._fit.state[STEPS] >= ALL_STEPS and self._unrecorded < RECORD_EVERY and is_alike):
             return True
         self._unrecorded = 0
         size = float(self._padded(tokens, sequences))
-        expected = self._fit.record(self._parts_of(sequences), size, seconds, is_ragged=is_ragged)
+        expected = record_step(self._fit, self._parts_of(sequences), size, seconds, is_ragged)
         self.totals.sizes[size_of(int(tokens))] += 1, seconds, expected or seconds
-        self._rows.clear()
+        self.row.cache_clear()
         self.revision += 1
         return True
 
-    def _parts_of(self, sequences: int) -> np.ndarray:
-        if sequences not in self._parts:
-            if len(self._parts) >= MAX_ROWS:
-                self._parts.clear()
-            empty = float(self._prior(1)[0])
-            self._parts[sequences] = parts_of(self._prior(sequences), empty, self.knots, sequences)
-        return self._parts[sequences]
+    def _row(self, sequences: int) -> np.ndarray:
+        if self._fit is None or not self._fit.state[STEPS]:
+            return self._prior(sequences)
+        sizes = [sequences * (1 + length) for length in self.padding(sequences).lengths]
+        next_size = min((size for size in sizes if size > self._fit.tried), default=0)
+        row = np.empty(len(self.knots))
+        write_seconds(self._fit, self._parts_of(sequences), next_size, row)
+        return row
+
+    def _parts(self, sequences: int) -> np.ndarray:
+        """Return the parts of the prior curve, see `parts_of`."""
+        return parts_of(self._prior(sequences), float(self._prior(1)[0]), self.knots, sequences)
 
 
 def usual_knots() -> np.ndarray:
@@ -210,12 +205,37 @@ def usual_knots() -> np.ndarray:
     return np.unique(np.round(2.0 ** (np.arange(octaves * KNOTS_PER_OCTAVE + 1) / KNOTS_PER_OCTAVE)))
 
 
-def extended(at: np.ndarray, x: Sequence[float] | np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Interpolate linearly between points of ascending x, and extrapolate with the first and the last slope."""
-    points = np.asarray(x, np.float64)
-    if len(points) == 1:
-        return np.full(np.shape(at), y[0])
-    right = np.clip(np.searchsorted(points, at), 1, len(points) - 1)
-    left = right - 1
-    line: np.ndarray = y[left] + (at - points[left]) * (y[right] - y[left]) / (points[right] - points[left])
-    return line
+def measured_curve(
+    run: Callable[[int, int], object],
+    sizes: Sequence[int],
+    sequences: int = 1,
+    padding: PaddingOf = NO_PADDING,
+) -> StepCurve:
+    """Time `run(tokens, sequences)`, a step of `tokens` tokens of each sequence, at ascending sizes of one sequence.
+
+    The time per sequence is measured with one token of each of up to `sequences` sequences.
+    """
+    run(sizes[0], 1)  # The first call allocates and compiles.
+    seconds: list[float] = []
+    began = perf_counter()
+    while len(seconds) < len(sizes) and (len(seconds) < 2 or perf_counter() - began < MEASURING_S):
+        seconds.append(fastest(run, sizes[len(seconds)], 1))
+    measured, times = list(sizes[: len(seconds)]), np.array(seconds)
+    many = min(sequences, MANY_SEQUENCES)
+    if many == 1:
+        return StepCurve.from_table([1], measured, times[None], padding)
+    of_one = float(StepCurve.from_table([1], measured, times[None]).seconds(many, 1))
+    per_sequence = max(0.0, fastest(run, 1, many) - of_one) / (many - 1)
+    counts = [1, max(2, sequences)]
+    rows = np.array([times + per_sequence * (count - 1) for count in counts])
+    return StepCurve.from_table(counts, measured, rows, padding)
+
+
+def fastest(run: Callable[..., object], *arguments: object) -> float:
+    """Return the duration of the fastest of a few calls of `run`, in seconds."""
+    found = float("inf")
+    for _ in range(REPEATS):
+        began = perf_counter()
+        run(*arguments)
+        found = min(found, perf_counter() - began)
+    return found

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ssd.kernels.jit import Bool, Doubles, Float, Nothing, kernel, outline
+from ssd.kernels.jit import Bool, Doubles, Float, Nothing, fields_of, kernel, outline
 
 COMMON = 0.5
 """Share of the variance of the factors of tokens that all of them have in common."""
@@ -59,90 +59,23 @@ SWEEPS, TOLERANCE = 30, 1e-4
 
 # Indices of the first factors.
 EMPTY, PER_SEQUENCE, RAGGED, PER_TOKEN = range(4)
-# Entries of the state: factor of the whole curve, number of recorded steps, and means of recent steps: the relative
+# Entries of `Fit.state`: factor of the whole curve, number of recorded steps, and means of recent steps: the relative
 # deviation of their durations from the expected ones, and the logarithm of the ratio to those of the prior curve.
 SCALE, STEPS, DEVIATION, PRIOR_RATIO = range(4)
 
 _Matrix = types.Array(types.float64, 2, "C")
 
 
-class CurveFit:
-    """The factors of a prior curve, and the sums that they are computed from."""
-
-    def __init__(self, knots: np.ndarray, spread: float) -> None:
-        """knots: float64 [K], ascending numbers of tokens, K > 1. spread: standard deviation of the factors of tokens
-        and sequences around 1.
-        """
-        middle = np.log(knots[1:] * knots[:-1]) / 2
-        nearness = np.exp(-np.abs(middle[:, None] - middle) / DISTANCE)
-        count = PER_TOKEN + len(middle)
-        covariance = np.diag([1.0, spread**2, RAGGED_SPREAD**2] + [0.0] * len(middle))
-        covariance[PER_TOKEN:, PER_TOKEN:] = spread**2 * (COMMON + (1 - COMMON) * nearness)
-        self._knots = knots
-        self.factors = np.ones(count)
-        """float64 [F]: of a step with one token, of further sequences, of sequences with several tokens, and of further
-        tokens between neighboring knots."""
-        self._trials = np.zeros(len(middle))
-        """Decayed number of steps that reached each part."""
-        self._state = np.array([1.0, 0.0, 0.0, 0.0])
-        sums = np.linalg.inv(covariance), np.zeros((count, count)), np.zeros(count), np.zeros(count)
-        self._arrays = (knots, self.factors, self._trials, self._state, *sums)
-        """The fields of `Fit`."""
-
-    @property
-    def steps(self) -> int:
-        """Number of recorded steps."""
-        return int(self._state[STEPS])
-
-    @property
-    def tried(self) -> float:
-        """Largest number of tokens up to which enough steps have run."""
-        untried = self._trials < MIN_TRIALS
-        return float(self._knots[untried.argmax() if untried.any() else -1])
-
-    def seconds(self, parts: np.ndarray, next_size: float) -> np.ndarray:
-        """Return the durations at the knots, float64 [K].
-
-        parts: those of the prior curve, see `parts_of`. next_size: smallest number of tokens above `tried` that a step
-        can have, if that is limited.
-        """
-        seconds = np.empty(len(self._knots))
-        write_seconds(*self._arrays[:4], parts, next_size, seconds)
-        return seconds
-
-    def ragged_seconds(self, parts: np.ndarray) -> float:
-        """Return how much longer a step takes if a sequence has several tokens; parts as in `seconds`."""
-        return float(parts[RAGGED] * self.factors[RAGGED] * self._state[SCALE])
-
-    def record(self, parts: np.ndarray, tokens: float, seconds: float, *, is_ragged: bool) -> float:
-        """Learn from a step of a number of tokens; return how long it was expected to take, 0 for the first step.
-
-        parts: those of the prior curve for the number of sequences of the step. is_ragged: whether one of these has
-        several tokens.
-        """
-        return float(record_step(*self._arrays, parts, tokens, seconds, is_ragged))
-
-
-def parts_of(prior: np.ndarray, empty: float, knots: np.ndarray, sequences: int) -> np.ndarray:
-    """Return the parts of a prior curve in the order of the factors, float64 [K + 2].
-
-    prior: float64 [K], durations at the knots for this number of sequences. empty: that of the first knot for one
-    sequence.
-    """
-    slope = SMALLEST_SLOPE * empty
-    per_token = np.maximum(np.diff(prior), slope * np.diff(knots))
-    per_sequence = max(prior[0] - empty, slope * (sequences - 1))
-    return np.concatenate(([empty, per_sequence, RAGGED_TIME * prior[0]], per_token))
-
-
 class Fit(NamedTuple):
-    """The arrays of a `CurveFit`; F is the number of its factors."""
+    """The factors of a prior curve, and the sums that they are computed from; F is the number of factors."""
 
     knots: np.ndarray
+    """float64 [K]: ascending numbers of tokens."""
     factors: np.ndarray
-    """float64 [F]."""
+    """float64 [F]: of a step with one token, of further sequences, of sequences with several tokens, and of further
+    tokens between neighboring knots."""
     trials: np.ndarray
-    """float64 [K - 1]."""
+    """float64 [K - 1]: decayed number of steps that reached each part."""
     state: np.ndarray
     prior: np.ndarray
     """float64 [F, F]: inverse of the covariance of the factors without durations, whose means are 1."""
@@ -153,9 +86,45 @@ class Fit(NamedTuple):
     features: np.ndarray
     """float64 [F]: scratch; what a step has of each part."""
 
+    @classmethod
+    def of(cls, knots: np.ndarray, spread: float) -> Fit:
+        """Return the fit before any step.
+
+        knots: float64 [K], K > 1. spread: standard deviation of the factors of tokens and sequences around 1.
+        """
+        middle = np.log(knots[1:] * knots[:-1]) / 2
+        nearness = np.exp(-np.abs(middle[:, None] - middle) / DISTANCE)
+        count = PER_TOKEN + len(middle)
+        covariance = np.diag([1.0, spread**2, RAGGED_SPREAD**2] + [0.0] * len(middle))
+        covariance[PER_TOKEN:, PER_TOKEN:] = spread**2 * (COMMON + (1 - COMMON) * nearness)
+        sums = np.linalg.inv(covariance), np.zeros((count, count)), np.zeros(count), np.zeros(count)
+        return cls(knots, np.ones(count), np.zeros(len(middle)), np.array([1.0, 0.0, 0.0, 0.0]), *sums)
+
+    @property
+    def tried(self) -> float:
+        """Largest number of tokens up to which enough steps have run."""
+        untried = self.trials < MIN_TRIALS
+        return float(self.knots[untried.argmax() if untried.any() else -1])
+
+    def ragged_seconds(self, parts: np.ndarray) -> float:
+        """Return how much longer a step takes if a sequence has several tokens; parts: see `parts_of`."""
+        return float(parts[RAGGED] * self.factors[RAGGED] * self.state[SCALE])
+
+
+def parts_of(prior: np.ndarray, empty: float, knots: np.ndarray, sequences: int) -> np.ndarray:
+    """Return the parts of a prior curve in the order of the factors, float64 [F].
+
+    prior: float64 [K], durations at the knots for this number of sequences. empty: that of the first knot for one
+    sequence.
+    """
+    slope = SMALLEST_SLOPE * empty
+    per_token = np.maximum(np.diff(prior), slope * np.diff(knots))
+    per_sequence = max(prior[0] - empty, slope * (sequences - 1))
+    return np.concatenate(([empty, per_sequence, RAGGED_TIME * prior[0]], per_token))
+
 
 @outline
-def _set_features(fit, parts, tokens, is_ragged):  # type: ignore[no-untyped-def]
+def _set_features(fit, parts, tokens, is_ragged):
     """Write what a step of a number of tokens has of each part, and count it as a trial of them."""
     fit.features[EMPTY], fit.features[PER_SEQUENCE] = parts[EMPTY], parts[PER_SEQUENCE]
     fit.features[RAGGED] = parts[RAGGED] * is_ragged
@@ -168,7 +137,7 @@ def _set_features(fit, parts, tokens, is_ragged):  # type: ignore[no-untyped-def
 
 
 @outline
-def _rescale(fit, ratio):  # type: ignore[no-untyped-def]
+def _rescale(fit, ratio):
     """Multiply the prior curve by the mean ratio of durations to it, if that is far from 1; ratio: of the last step."""
     state = fit.state
     state[PRIOR_RATIO] += PRIOR_RATE * (np.log(max(ratio, 1e-9)) - state[PRIOR_RATIO])
@@ -182,7 +151,7 @@ def _rescale(fit, ratio):  # type: ignore[no-untyped-def]
 
 
 @outline
-def _solve(fit):  # type: ignore[no-untyped-def]
+def _solve(fit):
     """Minimize the quadratic form over non-negative factors, one factor at a time, beginning with their values."""
     prior, precision, factors = fit.prior, fit.precision, fit.factors
     for _ in range(SWEEPS):
@@ -199,15 +168,17 @@ def _solve(fit):  # type: ignore[no-untyped-def]
             return
 
 
-_FIT = (*[Doubles] * 4, *[_Matrix] * 2, *[Doubles] * 2)
+FIT = fields_of(Fit, *[Doubles] * 4, *[_Matrix] * 2, *[Doubles] * 2)
 
 
-@kernel(*_FIT, Doubles, Float, Float, Bool, returns=Float)
-def record_step(  # type: ignore[no-untyped-def]
-    knots, factors, trials, state, prior, precision, weighted, features, parts, tokens, seconds, is_ragged
-):
-    """See `CurveFit.record`."""
-    fit = Fit(knots, factors, trials, state, prior, precision, weighted, features)
+@kernel(FIT, Doubles, Float, Float, Bool, returns=Float)
+def record_step(fit, parts, tokens, seconds, is_ragged):
+    """Learn from a step of a number of tokens; return how long it was expected to take, 0 for the first step.
+
+    parts: those of the prior curve for the number of sequences of the step. is_ragged: whether one of these has several
+    tokens.
+    """
+    factors, state, precision, weighted, features = fit.factors, fit.state, fit.precision, fit.weighted, fit.features
     _set_features(fit, parts, tokens, is_ragged)
     expected = 0.0
     for row in range(len(factors)):
@@ -234,14 +205,19 @@ def record_step(  # type: ignore[no-untyped-def]
     return known
 
 
-@kernel(*[Doubles] * 5, Float, Doubles, returns=Nothing)
-def write_seconds(knots, factors, trials, state, parts, next_size, seconds):  # type: ignore[no-untyped-def]
-    """See `CurveFit.seconds`."""
+@kernel(FIT, Doubles, Float, Doubles, returns=Nothing)
+def write_seconds(fit, parts, next_size, seconds):
+    """Write the durations at the knots, float64 [K].
+
+    parts: those of the prior curve. next_size: smallest number of tokens above `Fit.tried` that a step can have, if
+    that is limited.
+    """
+    factors, trials, state = fit.factors, fit.trials, fit.state
     total, is_tried = parts[EMPTY] * factors[EMPTY] + parts[PER_SEQUENCE] * factors[PER_SEQUENCE], True
     seconds[0] = total * state[SCALE]
     for part in range(len(trials)):
         # The first part that was not tried takes no time, nor do others up to the next size.
-        is_free = trials[part] < MIN_TRIALS and (is_tried or knots[part] < next_size)
+        is_free = trials[part] < MIN_TRIALS and (is_tried or fit.knots[part] < next_size)
         is_tried = is_tried and trials[part] >= MIN_TRIALS
         if not is_free:
             total += parts[PER_TOKEN + part] * factors[PER_TOKEN + part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,9 @@ from ssd.kernels.budget import (
     step_price,
 )
 from ssd.types import Progress
+
+constant_curve = lru_cache(16)(StepCurve.constant)
+"""Returns the curve of a cost that is given instead of the engine's curve."""
 
 
 class StepPrice(NamedTuple):
@@ -61,8 +65,6 @@ class TokenBudget:
         """The fields of `ssd.kernels.budget.Budget`."""
         self._knots, self._seconds, self._sizes, self._lengths, self._facts, self._state = self.arrays
         self._backoff = Backoff(runs=MEASURED_RUNS if curve.is_learned else None)
-        self._constant: tuple[float, StepCurve] | None = None
-        """The last cost that was given instead of the curve's, and its curve."""
         self._shown: tuple[object, ...] = ()
         """What the arrays show: cost or revision of the curve, and number of sequences."""
         self.prepare(1)
@@ -76,7 +78,7 @@ class TokenBudget:
         sequences = max(1, sequences)
         shown = (cost, self.curve.revision if cost is None else 0, sequences)
         if shown != self._shown:
-            self._write(self.curve if cost is None else self._constant_curve(cost), sequences)
+            self._write(self.curve if cost is None else constant_curve(cost), sequences)
             self._facts[SEQUENCES] = sequences
             self._shown = shown
         self._facts[TOKENS] = sequences + other_tokens
@@ -154,12 +156,6 @@ class TokenBudget:
         drafting = drafting_s / step.seconds * self.seconds(step.tokens) / self.seconds(step.sequences)
         self._backoff.record_drafts(saved, drafting)
         return self._backoff.pause_steps
-
-    def _constant_curve(self, cost: float) -> StepCurve:
-        """Return the curve of a constant cost. Raises ValueError for a cost outside (0, 1]."""
-        if self._constant is None or self._constant[0] != cost:
-            self._constant = cost, StepCurve.constant(cost)
-        return self._constant[1]
 
     def _write(self, curve: StepCurve, sequences: int = 1) -> None:
         """Copy a curve into the arrays. Raises ValueError if it does not fit."""

@@ -114,7 +114,8 @@ def _describe_function(function: FunctionType, functions: list[FunctionType]) ->
     names = sorted(function.__globals__.keys() & set(_names(code)))
     values = [function.__defaults__, function.__kwdefaults__, *cells, *(function.__globals__[name] for name in names)]
     try:
-        text = repr((names, [_describe(value, functions) for value in values]))
+        # A compiled function imports the modules of what it calls, so it is of no use after one of them has moved.
+        text = repr((function.__module__, names, [_describe(value, functions) for value in values]))
     except TypeError as error:
         raise TypeError(f"{function.__module__}.{function.__qualname__} uses {error}") from None
     return marshal.dumps(code, 2) + text.encode()  # Later formats depend on which objects are shared.

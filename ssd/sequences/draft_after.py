@@ -15,7 +15,7 @@ import numpy as np
 from ssd.sequences.local_index import FRESH_ROOM
 from ssd.sequences.tables import FRESH_SIZE, NODES, ROOM, SIZE, Sequences
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Progress, offsets_of
+from ssd.types import DraftBatch, Progress
 
 Step = Callable[[np.ndarray, Progress], DraftBatch]
 """Function that commits tokens and drafts, for the rows of a batch."""
@@ -37,15 +37,7 @@ def draft_after(progress: Progress, rows: np.ndarray, sequences: Sequences, stat
         waiting = left.nonzero()[0]
         at = waiting[np.unique(rows[waiting], return_index=True)[1]]
         left[at] = False
-        part = Progress(
-            sequence_ids=progress.sequence_ids[at],
-            tokens=np.concatenate([runs[index] for index in at]),
-            offsets=offsets_of(np.array([len(runs[index]) for index in at])),
-            verified=progress.verified[at],
-            max_draft=progress.max_draft[at],
-            min_path_prob=progress.min_path_prob,
-        )
-        batch = _step_and_restore(rows[at], part, sequences, stats, step)
+        batch = _step_and_restore(rows[at], progress.take(at), sequences, stats, step)
         for place, index in enumerate(at):
             drafts[index] = _only(batch, place)
     return DraftBatch.concatenate(drafts) if drafts else DraftBatch.empty(0)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
+from engine.drafters.tokens import adapt
 from engine.engine import Engine
 from engine.executor.build import Executors
 from engine.executor.eager import EagerExecutor
@@ -73,4 +74,4 @@ def fake_engine(drafter, decode, *, max_sequences=4, max_draft=6, max_step_token
     )
     pages = PagePool(200, config.page_size)
     executor = EagerExecutor(FakeRunner(pages.count, config.page_size), config.page_size)
-    return Engine(MODEL, config, Executors(executor, pages), drafter, decode)
+    return Engine(MODEL, config, Executors(executor, pages), adapt(drafter), decode)

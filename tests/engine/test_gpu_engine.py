@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
-from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
+from engine.drafters.autoregressive import AutoregressiveDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.executor import fixed_step

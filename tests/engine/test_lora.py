@@ -150,7 +150,7 @@ def test_preempted_sequences_keep_their_adapter(folder, merged):
 def test_outputs_are_remembered_for_their_adapter_only(folder, updates, drafter):
     engine = new_engine(folder, drafter=drafter)
     engine.generate(requests("first"))
-    drafters = engine.drafter.parts[0].drafter.inner if "+" in drafter else engine.drafter
+    drafters = engine.drafter.parts[0].drafter.inner if "+" in drafter else engine.drafter.inner
     corpora = {None: drafters.corpus} | {name: own.corpus for name, own in drafters._by_adapter.items()}
     assert [name for name, corpus in corpora.items() if corpus.appended] == ["first"]
     assert corpora["first"].capacity == DrafterConfig.capacity // len(ADAPTERS)

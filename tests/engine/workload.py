@@ -10,13 +10,13 @@ from engine.config import EngineConfig
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.budget.token_budget import StepPrice
 from ssd.errors import UserError
-from ssd.types import DraftBatch, Path
+from ssd.types import DraftBatch, Drafter, Path
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
 from tests.engine.steps import each_of
 from tests.engine.trees import batch_of_trees, random_tree
 
 
-class StrictDrafter:
+class StrictDrafter(Drafter):
     """Drafts right and wrong tokens, and checks the order of the engine's calls."""
 
     def __init__(self, rng, shape, selection=None):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from ssd.types import ROOT, DraftBatch, Progress, Source, offsets_of
+from ssd.types import ROOT, DraftBatch, Drafter, Progress, Source, offsets_of
 
 DEPTH = 64
 """Maximum total length of a match and its draft; the package's default."""
@@ -28,7 +28,7 @@ def settings_for(cost: float) -> tuple[float, float]:
     return LOW_COST_SETTINGS if cost <= MAX_LOW_COST else HIGH_COST_SETTINGS
 
 
-class OneByOne(ABC):
+class OneByOne(Drafter):
     """Base of other projects' drafters, which are asked for one sequence at a time."""
 
     @abstractmethod
@@ -57,9 +57,6 @@ class OneByOne(ABC):
         if len(tokens):
             self.commit(sequence_id, tokens)
         self.end(sequence_id)
-
-    def close(self) -> None:  # noqa: B027
-        """Do nothing."""
 
 
 class ArcticDrafter(OneByOne):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from engine.drafters.kinds import DEPTH, KINDS, MAKE_SNAPSHOT, SNAPSHOT_PATH
-from engine.drafters.registry import check_kind, configure, parse_kinds
+from engine.drafters.registry import DEPTH, KINDS, MAKE_SNAPSHOT, SNAPSHOT_PATH, check_kind, configure, parse_kinds
 from ssd.config import MAX_DRAFT, DrafterConfig, DraftShape
 from ssd.errors import UserError
 

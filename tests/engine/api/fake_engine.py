@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from engine.config import ContextWindow
+from engine.drafters.base import Drafter
 from engine.drafters.sources import DraftCounts
 from engine.scheduling.report import StepReport
 from engine.scheduling.request import Completion, FinishReason
@@ -44,13 +45,26 @@ def results_of(results):
     )
 
 
+class FakeDrafter(Drafter):
+    """Has corpora, and does not draft."""
+
+    def __init__(self, *corpora):
+        self._corpora = corpora
+
+    def corpora(self, adapter=None):
+        return self._corpora
+
+    def propose(self, plan):
+        raise NotImplementedError
+
+
 class FakeEngine:
     """Uses one page per request. Runs only while `gate` is set, and fails after `fail_after` steps."""
 
     max_draft = 2
     window = ContextWindow(100, 100)
     model = SimpleNamespace(vocab_size=1000, eos_token_ids=(0,))
-    drafter = SimpleNamespace(corpus=SimpleNamespace(tokens=7, capacity=9))
+    drafter = FakeDrafter(SimpleNamespace(tokens=7, capacity=9))
     drafter_failures = Failures()
 
     def __init__(self, fail_after=None):

@@ -171,8 +171,7 @@ def named(prompt, **settings):
 
 
 def corpus_of(engine):
-    parts = getattr(engine.drafter, "parts", None)
-    return engine.drafter.corpus if parts is None else parts[-1].drafter.inner.corpus
+    return list(engine.drafter.corpora())[-1]
 
 
 def run(engine, repeats, request):

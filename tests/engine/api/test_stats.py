@@ -15,7 +15,7 @@ from engine.drafters.sources import SOURCE_NAMES, DraftSource
 from engine.scheduling.report import StepReport
 from engine.scheduling.request import Completion, FinishReason, Request
 from engine.scheduling.table import ADMISSION, COLUMNS, SEQUENCE_ID
-from tests.engine.api.fake_engine import FakeEngine, results_of
+from tests.engine.api.fake_engine import FakeDrafter, FakeEngine, results_of
 
 
 @st.composite
@@ -62,7 +62,7 @@ def test_totals_equal_counting_token_by_token(steps):
 
 def test_learned_tokens_exclude_private_and_cancelled_requests():
     engine = FakeEngine()
-    engine.drafter = SimpleNamespace()  # has no corpus
+    engine.drafter = FakeDrafter()
     totals = EngineTotals(engine)
     ended = Completion(np.zeros(5, np.uint32), FinishReason.STOP, 1, 0, 0, cached_tokens=2)
     cancelled = Completion(np.zeros(5, np.uint32), FinishReason.ABORT, 1, 0, 0, cached_tokens=2)

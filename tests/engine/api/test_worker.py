@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import signal
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ from engine.api.worker import Worker, run_worker
 from engine.config import ContextWindow
 from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
-from tests.engine.api.fake_engine import FakeEngine
+from tests.engine.api.fake_engine import FakeDrafter, FakeEngine
 
 TIMEOUT_S = 30
 
@@ -185,7 +184,7 @@ def test_an_idle_worker_sends_the_corpus_size_again_after_indexing(pipe, monkeyp
     monkeypatch.setattr(worker, "INDEXING_DELAY_S", 0)
     engine = FakeEngine()
     tokens = iter([7, 8])
-    engine.drafter = SimpleNamespace(corpus=Growing(tokens))
+    engine.drafter = FakeDrafter(Growing(tokens))
     running = threading.Thread(target=Worker(engine, theirs).run, daemon=True)
     running.start()
     events = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.drafters.model_based.draft_model import ModelHead
+from engine.drafters.draft_model import ModelHead
 from engine.models.decoder import Decoder
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.eagle3 import Eagle3Head, Eagle3Style

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.drafters.base import TargetInfo
-from engine.drafters.kinds import KINDS, SNAPSHOT_PATH
+from engine.drafters.registry import KINDS, SNAPSHOT_PATH
 from ssd.config import DrafterConfig
 from tests.engine.chain import MODEL, PAGE_SIZE
 

@@ -6,11 +6,10 @@ from copy import deepcopy
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.kinds import KINDS
-from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
-from engine.drafters.model_based.draft_model import ModelHead
-from engine.drafters.model_based.medusa import MedusaDrafter
-from engine.drafters.registry import build_drafter
+from engine.drafters.autoregressive import AutoregressiveDrafter
+from engine.drafters.draft_model import ModelHead
+from engine.drafters.medusa import MedusaDrafter
+from engine.drafters.registry import KINDS, build_drafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.models.loader import load_model

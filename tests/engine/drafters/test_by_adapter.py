@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from engine.drafters.by_adapter import AdapterDrafters
-from engine.drafters.tokens import TokenDrafter
 from ssd.corpus.rollout import Rollout
-from ssd.types import DraftBatch, Path, Progress, offsets_of
+from ssd.types import DraftBatch, Drafter, Path, Progress, offsets_of
 
 
-class Labeled:
+class Labeled(Drafter):
     """Drafts its label, once per committed token of a sequence, and records its calls."""
 
     def __init__(self, label):
@@ -118,11 +117,6 @@ def test_drafters_get_the_options_of_a_request(joint, drafters):
         assert drafter.calls == [("start", sequence_id, hints, "b", False, rollout, 5)]
 
 
-def test_it_drafts_after_uncommitted_tokens_where_its_drafters_do(joint):
-    assert TokenDrafter(joint).can_draft_after
-    assert not TokenDrafter(AdapterDrafters(Labeled(0), Labeled)).can_draft_after
-
-
 def test_all_requests_are_sent_before_the_first_wait():
     calls = []
 
@@ -139,8 +133,9 @@ def test_all_requests_are_sent_before_the_first_wait():
     assert [batch.tokens_of(index).tolist() for index in range(3)] == [[0, 101], [1, 100], [2, 102]]
 
 
-def test_the_least_recently_used_drafter_without_sequences_is_replaced():
-    made, closed = [], Event()
+@pytest.mark.parametrize(("ended", "replaced"), [("b", "b"), ("abc", "b"), ("ab", "b"), ("c", None)])
+def test_the_least_recently_used_drafter_without_sequences_is_replaced(ended, replaced):
+    made, closed = {}, Event()
 
     class Closing(Labeled):
         def close(self):
@@ -148,38 +143,16 @@ def test_the_least_recently_used_drafter_without_sequences_is_replaced():
             closed.set()
 
     def make(name):
-        made.append(Closing(name))
-        return made[-1]
-
-    joint = AdapterDrafters(Labeled(0), make, most=2)
-    for sequence_id, name in enumerate("abac"):  # a is running
-        joint.start(sequence_id, np.array([1], np.uint32), adapter=name)
-        if name == "b":
-            joint.finish(sequence_id, np.array([], np.uint32))
-    assert [drafter.label for drafter in made] == ["a", "b", "c"]
-    assert closed.wait(60)
-    joint.start(4, np.array([1], np.uint32), adapter="d")  # all others are running
-    assert [("close",) in drafter.calls for drafter in made] == [False, True, False, False]
-    joint.close()
-    assert all(("close",) in drafter.calls for drafter in made)
-
-
-def test_the_drafter_that_was_not_used_for_longest_is_replaced():
-    made, closed = [], Event()
-
-    class Closing(Labeled):
-        def close(self):
-            super().close()
-            closed.set()
-
-    def make(name):
-        made.append(Closing(name))
-        return made[-1]
+        made[name] = Closing(name)
+        return made[name]
 
     joint = AdapterDrafters(Labeled(0), make, most=2)
     for sequence_id, name in enumerate("abac"):
         joint.start(sequence_id, np.array([1], np.uint32), adapter=name)
-        joint.finish(sequence_id, np.array([], np.uint32))
-    assert closed.wait(60)
-    assert [drafter.label for drafter in made if ("close",) in drafter.calls] == ["b"]
+        if name in ended:
+            joint.finish(sequence_id, np.array([], np.uint32))
+    assert list(made) == ["a", "b", "c"]
+    assert replaced is None or closed.wait(60)
+    assert [name for name, drafter in made.items() if ("close",) in drafter.calls] == [replaced] * bool(replaced)
     joint.close()
+    assert all(("close",) in drafter.calls for drafter in made.values())

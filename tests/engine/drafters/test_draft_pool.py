@@ -19,7 +19,6 @@ class Node(NamedTuple):
     owner: int
     parent: int
     token: int
-    depth: int
     accept_prob: float
     path_prob: float
 
@@ -30,16 +29,16 @@ def pools(draw):
     count = draw(st.integers(1, 4))
     nodes, frontier = [], [(owner, ROOT, 1.0) for owner in range(count)]
     pool = DraftPool()
-    for depth in range(1, draw(st.integers(1, 4)) + 1):
+    for _ in range(draw(st.integers(1, 4))):
         first = len(nodes)
         tokens, probs = np.full((len(frontier), WIDTH), -1), np.zeros((len(frontier), WIDTH), np.float32)
         for row, (owner, parent, path_prob) in enumerate(frontier):
             for rank in range(draw(st.integers(0, WIDTH))):
                 tokens[row, rank], probs[row, rank] = draw(st.integers(0, 9)), draw(PROB)
-                own = int(tokens[row, rank]), depth, float(probs[row, rank])
+                own = int(tokens[row, rank]), float(probs[row, rank])
                 nodes.append(Node(owner, parent, *own, path_prob * own[-1]))
         owner, parent = (np.array([each[field] for each in frontier], np.int64) for field in (0, 1))
-        pool.add(owner, parent, tokens, probs / 2, probs, owner * 10, depth)
+        pool.add(owner, parent, tokens, probs / 2, probs, owner * 10)
         kept = [index for index in range(first, len(nodes)) if draw(st.booleans())]
         frontier = [(nodes[index].owner, index, nodes[index].path_prob) for index in kept]
     return count, nodes, pool
@@ -52,8 +51,13 @@ def chosen_naively(nodes, owner, limit, first=0):
 
 
 @given(pools())
-def test_paths(made):
+def test_columns_and_paths(made):
     _, nodes, pool = made
+    columns = pool.nodes
+    for field in Node._fields:
+        assert getattr(columns, field).tolist() == [getattr(node, field) for node in nodes]
+    assert columns.score.tolist() == [node.accept_prob / 2 for node in nodes]
+    assert columns.q_row.tolist() == [node.owner * 10 for node in nodes]
     assert len(pool) == len(nodes)
     assert pool.path_to(ROOT).tolist() == []
     paths = []
@@ -62,22 +66,12 @@ def test_paths(made):
         assert pool.path_to(index).tolist() == paths[-1]
 
 
-@given(pools())
-def test_columns(made):
-    _, nodes, pool = made
-    columns = pool.nodes
-    for field in Node._fields:
-        assert getattr(columns, field).tolist() == [getattr(node, field) for node in nodes]
-    assert columns.score.tolist() == [node.accept_prob / 2 for node in nodes]
-    assert columns.q_row.tolist() == [node.owner * 10 for node in nodes]
-
-
 @given(pools(), st.lists(st.integers(0, 6), min_size=4, max_size=4))
 def test_the_likeliest_candidates_become_drafts(made, limits):
     count, nodes, pool = made
     limits = limits[:count]
     chosen = [chosen_naively(nodes, owner, limit) for owner, limit in enumerate(limits)]
-    owners, path_prob = (np.array([node[field] for node in nodes]) for field in (0, 5))
+    owners, path_prob = (np.array([node[field] for node in nodes]) for field in (0, 4))
     found = likeliest(owners.astype(np.int64), path_prob.astype(np.float32), np.array(limits))
     assert found.tolist() == [index for own in chosen for index in own]
     first = len(nodes) // 2

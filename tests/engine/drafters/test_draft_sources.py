@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.tokens import innermost
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
@@ -65,4 +64,4 @@ def test_results_have_the_source_of_each_token(model, shape):
         assert completion.by_source == dict(zip(("corpus", "local"), counts, strict=True))
         assert (completion.drafted, completion.accepted) == tuple(map(sum, zip(*counts, strict=True)))
     assert (kept_elsewhere > 5) is (shape == "tree")
-    assert innermost(engine.drafter) is drafter
+    assert engine.drafter.inner is drafter

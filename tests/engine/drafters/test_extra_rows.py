@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.base import TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.drafts import ExtraRows
 from engine.drafters.tokens import TokenDrafter
 from engine.engine import build_engine
@@ -28,7 +28,7 @@ from tests.engine.workload import Workload
 ROWS = 6
 
 
-class WithExtraRows:
+class WithExtraRows(Drafter):
     """Adds random extra rows to the drafts of a drafter, and checks the tokens that come back for them."""
 
     def __init__(self, drafter, expect, vocab=VOCAB):

@@ -7,9 +7,7 @@ import pytest
 
 from drafter_service.client.replica import ReplicaClient
 from drafter_service.transport.wire import SHAPES
-from engine.drafters.kinds import KINDS, describe_kinds
-from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds
-from engine.drafters.tokens import innermost
+from engine.drafters.registry import KINDS, build_drafter, check_kind, configure, describe_kinds, parse_kinds
 from ssd.base import LONG_PROMPT
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
@@ -113,16 +111,16 @@ def test_a_sidecar_drafts_the_shape_that_the_engine_verifies(socket_address, sha
     service = FakeService()
     with fake_server_thread(socket_address, service):
         drafter = build_drafter("ssd-remote", DrafterConfig(draft_shape=shape), address=socket_address)
-        assert innermost(drafter).is_connected
+        assert drafter.is_connected
         drafter.close()
-    assert not innermost(drafter).is_connected
+    assert not drafter.is_connected
     assert SHAPES[service.requests[0].hello.draft_shape] == shape
 
 
 def test_drafts_of_a_replica_are_an_option(socket_address, server, tmp_path):
     config = configure("ssd-remote", CONFIG, {"drafting": "replica", "deadline_s": "1"})
     check_kind("ssd-remote", config, None, tmp_path)
-    drafter = innermost(build_drafter("ssd-remote", config, address=socket_address))
+    drafter = build_drafter("ssd-remote", config, address=socket_address)
     assert isinstance(drafter, ReplicaClient)
     drafter.close()
     config = configure("ssd-remote", CONFIG, {"drafting": "here"})

@@ -1,7 +1,7 @@
 """Sampled outputs of the whole engine have the target's distribution, with every drafter and way of verification.
 
 Planted faults of verification must be caught by the same test. Faults that only lower the acceptance are planted in
-`model_based/test_acceptance.py`, and faults among sampled siblings in `tests/engine/speculation/test_distribution.py`.
+`test_acceptance.py`, and faults among sampled siblings in `tests/engine/speculation/test_distribution.py`.
 """
 
 from dataclasses import replace
@@ -12,8 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.kinds import KINDS, SNAPSHOT_PATH
-from engine.drafters.registry import build_drafter, configure
+from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
 from engine.engine import build_engine
 from engine.models.families import config_to_hf
 from engine.models.heads.formats import save_head

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine.drafters.kinds import KINDS
+from engine.drafters.registry import KINDS
 from engine.drafters.sources import SOURCE_NAMES, DraftCounts, DraftSource, count_sources, counts_by_name, sum_by_name
 from ssd.types import Source
 

@@ -17,7 +17,7 @@ from tests.engine.test_core import outputs, requests
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6)
 SOURCE = '''
 import numpy as np
-from engine.drafters.base import TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.drafts import Drafts
 from ssd.types import DraftBatch, offsets_of
 
@@ -26,7 +26,7 @@ NEEDS = {
     "extra_rows": TargetOutputs(extra_rows=-1), "needs": None,
 }
 
-class Repeater:
+class Repeater(Drafter):
     """Drafts the last token twice, or fails in the way that its option `fault` names."""
     needs = TargetOutputs()
 
@@ -41,11 +41,6 @@ class Repeater:
     def bind(self, forward):
         if self.fault == "bind":
             raise RuntimeError("no memory")
-
-    def start(self, sequence): pass
-    def observe(self, result): pass
-    def finish(self, sequence, learn): pass
-    def close(self): pass
 
     def propose(self, plan):
         self.calls += 1

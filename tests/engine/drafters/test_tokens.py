@@ -1,18 +1,23 @@
 """Calls that `TokenDrafter` makes to a drafter of tokens, whatever happens between two drafts."""
 
+from itertools import chain
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.drafters.by_adapter import AdapterDrafters
-from engine.drafters.reports import NOT_STARTED
-from engine.drafters.tokens import TokenDrafter, adapt, innermost
+from engine.drafters.tokens import NOT_STARTED, TokenDrafter, adapt
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import RequestTable
 from ssd.baselines.ngram import NgramDrafter
 from ssd.drafter import SuffixDrafter
-from ssd.types import DraftBatch, Path
+from ssd.errors import UserError
+from ssd.types import DraftBatch, Drafter, Path
 from tests.engine.steps import plan_of_rows
 
 PROMPT = np.array([5, 6, 7], np.uint32)
@@ -20,7 +25,7 @@ TABLE = RequestTable(300, 1)
 """Rows of all sequences of these tests."""
 
 
-class Recorder:
+class Recorder(Drafter):
     """Drafts the token 1 for every sequence, and records its calls."""
 
     def __init__(self, refused=()):
@@ -46,9 +51,9 @@ class Recorder:
         self.calls.append(("close",))
 
 
-def new_sequence(sequence_id=0, **settings):
-    sequence = Sequence(sequence_id, Request(PROMPT, SamplingParams(max_tokens=20), **settings), 23)
-    TABLE.add(sequence)
+def new_sequence(sequence_id=0, table=None, **settings):
+    sequence = Sequence(sequence_id, Request(PROMPT, SamplingParams(max_tokens=300), **settings), 303)
+    (table or TABLE).add(sequence)
     return sequence
 
 
@@ -72,62 +77,92 @@ def append(sequence, token):
     sequence.commit(np.array([token], np.uint32))
 
 
-def test_committed_and_verified_tokens_are_reported():
-    drafter, sequence = TokenDrafter(Recorder()), new_sequence()
-    drafter.start(sequence)
-    plan = plan_of(sequence)
-    assert drafter.propose(plan).batch.tokens.tolist() == [1]
-    run_step(drafter, plan, [1, 8], drafted=1, kept=1)
-    drafter.propose(plan_of(sequence, room=2))
-    run_step(drafter, plan, [9])
-    drafter.finish(sequence, learn=True)
-    assert drafter.inner.calls == [
-        ("start", 0, [5, 6, 7]),
-        ("draft", [0], [], [0], [4], None),
-        ("draft", [0], [1, 8], [1], [2], None),
-        ("finish", 0, [9], 0, True),
-    ]
+class NaiveAdapter:
+    """The calls that a drafter of tokens gets, kept as lists."""
+
+    def __init__(self):
+        self.calls, self.known = [], {}
+        """Number of reported tokens, steps since then, and draft tokens verified in the first of them, by sequence."""
+
+    def start(self, sequence):
+        self.calls.append(("start", sequence.sequence_id, PROMPT.tolist()))
+        self.known[sequence.sequence_id] = [len(PROMPT), 0, 0]
+
+    def propose(self, sequences, room):
+        """Return the ids of the sequences that are drafted for."""
+        drafted = [each for each in sequences if each.sequence_id in self.known and each.request.max_draft != 0]
+        known = [self.known[each.sequence_id] for each in drafted]
+        if drafted:
+            rest = [each.tokens[at:].tolist() for each, (at, *_) in zip(drafted, known, strict=True)]
+            steps = [steps for _, steps, _ in known]
+            ids = [each.sequence_id for each in drafted]
+            self.calls.append(("draft", ids, list(chain(*rest)), [verified for *_, verified in known],
+                               [room] * len(ids), steps if max(steps) > 1 else None))  # fmt: skip
+        self.known |= {each.sequence_id: [len(each.tokens), 0, 0] for each in drafted}
+        return [each.sequence_id for each in drafted]
+
+    def observe(self, sequences, committed, verified):
+        for sequence in sequences if committed else ():
+            if (known := self.known.get(sequence.sequence_id)) is not None:
+                known[1:] = known[1] + 1, known[2] if known[1] else verified
+
+    def finish(self, sequence, learn):
+        number = sequence.sequence_id
+        if number in self.known:
+            at, steps, verified = self.known.pop(number)
+            rest = sequence.tokens[at:].tolist()
+            if steps > 1:
+                self.calls.append(("draft", [number], rest, [verified], [0], [steps]))
+                rest, verified = [], 0
+            self.calls.append(("finish", number, rest, verified, learn))
 
 
-def test_steps_without_a_draft_are_reported_together():
-    drafter, sequence = TokenDrafter(Recorder()), new_sequence()
-    drafter.start(sequence)
-    plan = plan_of(sequence)
-    drafter.propose(plan)
-    run_step(drafter, plan, [8], drafted=1)
-    run_step(drafter, plan, [9])
-    drafter.propose(plan)
-    for token in (10, 11):
-        run_step(drafter, plan, [token])
-    drafter.finish(sequence, learn=False)
-    assert drafter.inner.calls[2:] == [
-        ("draft", [0], [8, 9], [1], [4], [2]),
-        ("draft", [0], [10, 11], [0], [0], [2]),
-        ("finish", 0, [], 0, False),
-    ]
+class Adapting(RuleBasedStateMachine):
+    """Steps of sequences in any order, some of which cannot start, want no drafts, or only compute prompts."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.naive = RequestTable(60, 1), NaiveAdapter()
+        self.drafter, self.running, self.count = TokenDrafter(Recorder(refused=range(0, 99, 5))), [], 0
+
+    @rule(max_draft=st.sampled_from([None, None, 0, 3]))
+    def start(self, max_draft):
+        if self.count < 50:
+            self.running.append(new_sequence(self.count, self.table, max_draft=max_draft))
+            self.count += 1
+            if self.running[-1].sequence_id % 5:
+                self.drafter.start(self.running[-1])
+                self.naive.start(self.running[-1])
+            else:
+                with pytest.raises(ValueError, match="no room"):
+                    self.drafter.start(self.running[-1])
+
+    @rule(data=st.data(), calls=st.booleans(), committed=st.integers(0, 3), room=st.integers(0, 5))
+    def step(self, data, calls, committed, room):
+        chosen = [each for each in self.running if data.draw(st.booleans())]
+        plan = plan_of_rows(self.table, chosen, room)
+        if calls:
+            drafts = self.drafter.propose(plan).batch
+            drafted = self.naive.propose(chosen, room)
+            assert np.diff(drafts.offsets).tolist() == [int(each.sequence_id in drafted) for each in chosen]
+        verified = data.draw(st.integers(0, 3)) if committed else 0
+        run_step(self.drafter, plan, range(20, 20 + committed), verified)
+        self.naive.observe(chosen, committed, verified)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), learn=st.booleans())
+    def finish(self, data, learn):
+        sequence = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.drafter.finish(sequence, learn)
+        self.naive.finish(sequence, learn)
+        self.table.remove(sequence)
+
+    @invariant()
+    def calls_are_those_of_the_twin(self):
+        assert self.drafter.inner.calls == self.naive.calls
 
 
-def test_prompt_steps_are_not_reported():
-    drafter, sequence = TokenDrafter(Recorder()), new_sequence()
-    drafter.start(sequence)
-    run_step(drafter, plan_of(sequence), [])
-    drafter.propose(plan_of(sequence))
-    assert drafter.inner.calls[1:] == [("draft", [0], [], [0], [4], None)]
-
-
-def test_a_sequence_that_could_not_start_gets_no_drafts():
-    drafter = TokenDrafter(Recorder(refused=[1]))
-    sequences = [new_sequence(index) for index in range(3)]
-    for sequence in sequences[:1] + sequences[2:]:
-        drafter.start(sequence)
-    with pytest.raises(ValueError, match="no room"):
-        drafter.start(sequences[1])
-    plan = plan_of(*sequences)
-    assert drafter.propose(plan).batch.offsets.tolist() == [0, 1, 1, 2]
-    run_step(drafter, plan, [8])
-    drafter.finish(sequences[1], learn=True)
-    assert drafter.propose(plan_of(sequences[1])).batch.offsets.tolist() == [0, 0]
-    assert {call[0] for call in drafter.inner.calls} == {"start", "draft"}
+TestAdapting = Adapting.TestCase
 
 
 def test_both_drafter_interfaces_are_accepted():
@@ -135,7 +170,9 @@ def test_both_drafter_interfaces_are_accepted():
     drafter = adapt(inner)
     assert isinstance(drafter, TokenDrafter)
     assert adapt(drafter) is drafter
-    assert innermost(drafter) is inner is innermost(inner)
+    assert (drafter.inner, drafter.origin) == (inner, Recorder)
+    with pytest.raises(UserError, match=r"SimpleNamespace must inherit from ssd\.Drafter"):
+        adapt(SimpleNamespace(start=None, draft=None))
 
 
 @pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter])

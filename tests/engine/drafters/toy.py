@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.drafters.base import DraftLayers, TargetOutputs
+from engine.drafters.base import Drafter, DraftLayers, TargetOutputs
 from engine.drafters.draft_forward import DraftSpan
 from engine.drafters.drafts import DETERMINISTIC, Drafts
 from engine.models.decoder import Layer
@@ -22,7 +22,7 @@ from engine.sampling.draft_sampler import DraftSampler
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 
-class ToyDrafter(nn.Module):
+class ToyDrafter(Drafter, nn.Module):
     """Drafts `depth` tokens, with `width` candidates at each depth; continues the first candidate."""
 
     def __init__(self, config, target, *, depth=3, width=1, ranked=()):
@@ -46,9 +46,6 @@ class ToyDrafter(nn.Module):
 
     def bind(self, forward):
         self.forward_over_pages = forward
-
-    def start(self, sequence):
-        pass
 
     @torch.inference_mode()
     def observe(self, result):

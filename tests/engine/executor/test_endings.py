@@ -46,7 +46,7 @@ def check_nothing_is_held(engine):
     assert sorted(scheduler.table._free) == list(range(len(scheduler.table.sequences)))
     assert set(scheduler.table.sequences) == {None}
     assert (guard.inner._reported[:, 0] == NOT_STARTED).all()
-    assert not any((guard._started, engine._speculation._started, engine._ended, engine.drafter.lengths))
+    assert not any((guard._started, engine._ended, engine.drafter.inner.lengths))
 
 
 def random_requests(seed, count, longest=20, prompt=12):
@@ -119,14 +119,14 @@ def test_nothing_is_held_after_an_interruption(is_in_step, in_flight):
     for seed, moment in itertools.product(range(4), range(1, 9)):
         requests, outputs = random_requests(seed, 6, longest=12)
         engine, calls = engine_for(2, requests, outputs, in_flight=in_flight), itertools.count(1)
-        script = engine.drafter.script
+        script = engine.drafter.inner.script
 
         def interrupt(*arguments, calls=calls, moment=moment, script=script):
             if next(calls) == moment:
                 raise KeyboardInterrupt
             return script(*arguments) if is_in_step else None
 
-        engine.drafter.script = interrupt if is_in_step else script
+        engine.drafter.inner.script = interrupt if is_in_step else script
         with pytest.raises(KeyboardInterrupt):
             engine.generate(requests, (lambda _: None) if is_in_step else interrupt)
         check_nothing_is_held(engine)
@@ -169,7 +169,7 @@ def test_a_faulty_drafter_changes_no_output(method, fault, in_flight, caplog):
     assert engine.drafter_failures.count > 1
     assert sum(each.accepted for each in completions) > 5
     caplog.clear()
-    engine.drafter.lengths.clear()  # of sequences whose `start` raised
+    drafter.lengths.clear()  # of sequences whose `start` raised
     check_nothing_is_held(engine)
 
 

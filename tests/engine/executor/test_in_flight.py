@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.kinds import DEFAULT_ADDRESS
-from engine.drafters.registry import build_drafter
+from engine.drafters.registry import DEFAULT_ADDRESS, build_drafter
 from engine.engine import build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.baselines.none import NoDrafter
@@ -32,7 +31,7 @@ def plain(model):
 @pytest.fixture
 def make_drafter(request, monkeypatch):
     """A function that builds a drafter by its kind and the target's configuration, and a sidecar if it needs one."""
-    monkeypatch.setattr("engine.drafters.kinds.REMOTE_DEADLINE_S", 30.0)  # for busy machines
+    monkeypatch.setattr("engine.drafters.registry.REMOTE_DEADLINE_S", 30.0)  # for busy machines
 
     def make(kind, model):
         address = DEFAULT_ADDRESS

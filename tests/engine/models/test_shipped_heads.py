@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.drafters import build
 from engine.drafters.base import TargetInfo
-from engine.drafters.model_based import build
 from engine.drafters.registry import build_drafter, configure
 from engine.engine import build_engine
 from engine.models.heads.formats import load_head

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.drafters.reports import copy_tokens
+from engine.drafters.tokens import copy_tokens
 from engine.sampling.grammar import Grammar
 from engine.sampling.stopping import Stopping
 from engine.scheduling import commit, planning, table

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.speculation.device_drafting import DRAFTING_RUNS, DeviceDrafting
+from engine.speculation.selection import DRAFTING_RUNS, DeviceDrafting
 from tests.curves import curve_of
 from tests.engine.steps import counted_plan
 

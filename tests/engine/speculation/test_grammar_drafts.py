@@ -8,9 +8,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.kinds import KINDS, SNAPSHOT_PATH
-from engine.drafters.registry import build_drafter, configure
+from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
 from engine.drafters.sources import DraftSource
+from engine.drafters.tokens import adapt
 from engine.engine import Engine, build_engine
 from engine.executor.build import Executors
 from engine.models.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ def test_forced_tokens_are_drafted_while_the_drafter_is_not_asked(model, compile
     selection = DraftSelection(line(1e-9, 1e-7))  # Calling the drafter takes longer than a step.
     built = build_engine(model, CONFIG, NoDrafter(), grammars=compiler)
     executors = Executors(built._executor, built.scheduler.pages)
-    engine = Engine(model.config, CONFIG, executors, UselessDrafter(), selection=selection, grammars=compiler)
+    engine = Engine(model.config, CONFIG, executors, adapt(UselessDrafter()), selection=selection, grammars=compiler)
     reports = []
     compare(plain, engine.generate(requests(), reports.append))
     drafted = [len(report.arrays.drafted_sources) for report in reports if report.is_backing_off]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from engine.drafters.drafts import Drafts
-from engine.speculation.sampled_drafts import PRIOR_RATE, DepthRates, hide_sampled
+from engine.speculation.speculation import PRIOR_RATE, DepthRates, hide_sampled
 from ssd.types import DraftBatch, Path
 
 

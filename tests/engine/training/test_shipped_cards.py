@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.drafters.model_based.build import check_weights
+from engine.drafters.build import check_weights
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 from engine.training.recipe import RECIPES
 

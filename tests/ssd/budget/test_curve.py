@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ssd.budget.cost_profile import CostProfile
 from ssd.budget.curve import StepCurve, usual_knots
-from ssd.budget.fit import CurveFit, parts_of
+from ssd.budget.fit import SCALE, Fit, parts_of, record_step
 from ssd.budget.padding import Padding
 from ssd.budget.roofline import roofline
 from ssd.budget.token_budget import TokenBudget
@@ -99,20 +99,6 @@ def test_the_curve_of_noisy_steps_is_learned(start, tolerance, seed):
     assert curve.seconds(np.array(SIZES), 1) == pytest.approx(expected, rel=tolerance)
 
 
-def test_outliers_count_little():
-    """Here 2 % of the steps take 40 times as long, by which a least-squares fit is misled."""
-    curve, rng, steps = StepCurve.unknown(), np.random.default_rng(1), []
-    for _ in range(400):
-        tokens = int(512 ** rng.random())
-        steps.append((tokens, h100(tokens, 1) * (40 if rng.random() < 0.02 else 1)))
-        curve.record(tokens, 1, steps[-1][1])
-    at = np.array([1, 512])
-    expected = np.array([h100(size, 1) for size in at])
-    least_squares = np.poly1d(np.polyfit(*zip(*steps, strict=True), 2))
-    errors = [np.abs(found / expected - 1).max() for found in (curve.seconds(at, 1), least_squares(at))]
-    assert errors[0] < 0.15 < 0.5 < errors[1]
-
-
 @given(
     st.lists(
         st.tuples(st.integers(1, 300), st.integers(1, 20), st.floats(1e-6, 100.0)),
@@ -144,58 +130,73 @@ def test_small_steps_take_time_even_if_prompts_seemed_to_take_all_of_it():
     assert curve.seconds(1, 1) == pytest.approx(0.01, rel=0.2)
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e9])
-def test_impossible_durations_are_counted_and_change_nothing(seconds):
+@pytest.mark.parametrize(
+    "step",
+    [
+        *((4, 1, seconds) for seconds in (0.0, -1.0, float("nan"), float("inf"), 1e9)),
+        *((*sizes, 0.1) for sizes in [(0, 0), (0, 1), (1, 0), (3, 4), (-1, -1), (1 << 40, 1)]),
+    ],
+)
+def test_impossible_steps_are_counted_and_change_nothing(step):
     curve = StepCurve.unknown()
     ran(curve, h100)
-    before = curve.row(1).tolist(), curve.revision
-    assert not curve.record(4, 1, seconds)
-    assert (curve.row(1).tolist(), curve.revision) == before
+    before = curve.row(1).tolist(), curve.revision, curve.totals.sizes.tolist()
+    assert not curve.record(*step)
+    assert (curve.row(1).tolist(), curve.revision, curve.totals.sizes.tolist()) == before
     assert curve.totals.ignored == 1
 
 
-@pytest.mark.parametrize(("tokens", "sequences"), [(0, 0), (0, 1), (1, 0), (3, 4), (-1, -1), (1 << 40, 1)])
-def test_impossible_sizes_are_counted_and_change_nothing(tokens, sequences):
-    curve = StepCurve.unknown()
-    assert not curve.record(tokens, sequences, 0.1)
-    assert curve.totals.ignored == 1
-    assert not curve.totals.sizes.any()
+def spread(tokens, sequences):
+    return 0.01 + 0.0005 * sequences + 0.0001 * tokens
 
 
-def test_an_engine_that_becomes_slower_is_followed():
-    curve = StepCurve.unknown()
-    ran(curve, h100)
-    ran(curve, lambda tokens, sequences: 2 * h100(tokens, sequences), seed=1)
-    assert curve.seconds(np.array(SIZES), 1) == pytest.approx([2 * h100(size, 1) for size in SIZES], rel=0.2)
-
-
-def test_first_steps_that_compile_do_not_count():
-    curve = StepCurve.unknown()
-    for _ in range(3):
-        curve.record(1, 1, 30.0)
-    ran(curve, h100, steps=200)
-    assert float(curve.seconds(1, 1)) == pytest.approx(h100(1, 1), rel=0.1)
-
-
-def test_a_few_steps_of_prompts_show_what_large_steps_take():
-    curve = StepCurve.unknown()
-    for step in range(40):
-        curve.record(1, 1, 0.01)
-        if step % 4 == 0:
-            curve.record(400 + step, 2, 0.05)
-    assert float(curve.seconds(420, 2)) == pytest.approx(0.05, rel=0.15)
-
-
-def test_sequences_have_a_price_of_their_own():
-    curve = StepCurve.unknown()
+def mixed(count):
+    """Steps of 1, 8 or 32 sequences with up to four tokens of each."""
     rng = np.random.default_rng(0)
-    for _ in range(600):
+    for _ in range(count):
         sequences = int(rng.choice([1, 8, 32]))
-        tokens = sequences * int(rng.integers(1, 5))
-        curve.record(tokens, sequences, 0.01 + 0.0005 * sequences + 0.0001 * tokens)
-    for sequences in (1, 8, 32):
-        expected = 0.01 + 0.0005 * sequences + 0.0001 * 2 * sequences
-        assert float(curve.seconds(2 * sequences, sequences)) == pytest.approx(expected, rel=0.1)
+        yield (tokens := sequences * int(rng.integers(1, 5))), sequences, spread(tokens, sequences)
+
+
+def of_sizes(seconds_of, steps=400, seed=0):
+    """Steps of one sequence of random sizes, as many small ones as large ones."""
+    rng = np.random.default_rng(seed)
+    sizes = [int(512 ** rng.random()) for _ in range(steps)]
+    return [(tokens, 1, seconds_of(tokens, 1)) for tokens in sizes]
+
+
+def twice(tokens, sequences):
+    return 2 * h100(tokens, sequences)
+
+
+def disturbed(steps, seed=1):
+    """2 % of the steps take 40 times as long, by which a least-squares fit is misled."""
+    rng = np.random.default_rng(seed)
+    return [(*sizes, seconds * (40 if rng.random() < 0.02 else 1)) for *sizes, seconds in steps]
+
+
+PROMPTS = [step for at in range(40) for step in [(1, 1, 0.01), *[(400 + at, 2, 0.05)] * (at % 4 == 0)]]
+SCENARIOS = {
+    "outliers count little": (disturbed(of_sizes(h100)), {(1, 1): h100(1, 1), (512, 1): h100(512, 1)}, 0.15),
+    "an engine becomes slower": (
+        of_sizes(h100) + of_sizes(twice, seed=1), {(size, 1): twice(size, 1) for size in SIZES}, 0.2
+    ),
+    "first steps compile": ([(1, 1, 30.0)] * 3 + of_sizes(h100, 200), {(1, 1): h100(1, 1)}, 0.1),
+    "a few prompts show what large steps take": (PROMPTS, {(420, 2): 0.05}, 0.15),
+    "sequences have a price of their own": (
+        list(mixed(600)), {(2 * count, count): spread(2 * count, count) for count in (1, 8, 32)}, 0.1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_curve_follows_the_steps(name):
+    steps, expected, tolerance = SCENARIOS[name]
+    curve = StepCurve.unknown()
+    for step in steps:
+        curve.record(*step)
+    found = [float(curve.seconds(*sizes)) for sizes in expected]
+    assert found == pytest.approx([*expected.values()], rel=tolerance)
 
 
 def test_a_step_takes_longer_if_a_sequence_has_several_tokens():
@@ -264,7 +265,7 @@ def test_totals_have_the_durations_by_size():
 
 
 class SlowFit:
-    """`CurveFit` that remembers every step, and finds the best factors by trying each set of them that may be least."""
+    """`Fit` that remembers every step, and finds the best factors by trying each set of them that may be least."""
 
     def __init__(self, knots, spread):
         middle = np.log(knots[1:] * knots[:-1]) / 2
@@ -326,11 +327,11 @@ class SlowFit:
 def test_the_fit_is_the_most_probable_one(steps, unit, spread):
     knots = np.array([1.0, 2.0, 4.0, 8.0])
     parts = parts_of(1 + knots / 4 + 0.25, 1.25, knots, 2)
-    fit, slow = CurveFit(knots, spread), SlowFit(knots, spread)
+    fit, slow = Fit.of(knots, spread), SlowFit(knots, spread)
     for tokens, seconds, is_ragged in steps:
         slow.record(fit.factors.copy(), parts, tokens, unit * seconds, is_ragged)
-        fit.record(parts, tokens, unit * seconds, is_ragged=is_ragged)
-        assert fit._state[0] == pytest.approx(slow.scale)
+        record_step(fit, parts, tokens, unit * seconds, is_ragged)
+        assert fit.state[SCALE] == pytest.approx(slow.scale)
         # It ends after a limited number of passes, which leave something to those after the next step.
         least = slow.loss(slow.best_factors())
         assert slow.loss(fit.factors) == pytest.approx(least, rel=0.02, abs=0.5)

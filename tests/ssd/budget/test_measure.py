@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ssd.budget import measure
-from ssd.budget.measure import MANY_SEQUENCES, measured_curve
+from ssd.budget import curve as measure
+from ssd.budget.curve import MANY_SEQUENCES, measured_curve
 
 
 class Machine:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.drafters.kinds import KINDS
+from engine.drafters.registry import KINDS
 from ssd.budget.roofline import GPUS, SIZES, roofline
 from ssd.errors import UserError
 

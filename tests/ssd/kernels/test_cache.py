@@ -120,6 +120,14 @@ def test_a_kernel_is_compiled_again_after_a_change_of_what_it_uses(package, modu
     assert run(package) == (15_022, True)
 
 
+def test_a_kernel_is_compiled_again_after_a_function_that_it_calls_has_moved(package):
+    """Compiled functions import the modules of those that they call."""
+    assert run(package) == (15_022, False)
+    (package / "other.py").rename(package / "moved.py")
+    edit(package, "kernels", "package_with_kernels.other", "package_with_kernels.moved")
+    assert run(package) == (15_022, False)
+
+
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafters.model_free.rest import RestDrafter
+from engine.drafters.rest import RestDrafter
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
 from ssd.kernels.fallback import (

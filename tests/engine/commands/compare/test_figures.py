@@ -20,7 +20,7 @@ from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
-from ssd.types import DraftBatch, Path
+from ssd.types import DraftBatch, Drafter, Path
 from tests.engine.drafters.toy import ToyDrafter
 from tests.engine.steps import each_of
 
@@ -33,7 +33,7 @@ def requests(count=3, spare=17, **sampling):
     return [Request(np.append(PROMPT, np.uint32(seed)), each) for seed, each in enumerate(params)]
 
 
-class PartlyRight:
+class PartlyRight(Drafter):
     """Drafts the target's next `right` tokens and then wrong ones, `length` in total, knowing the outputs."""
 
     def __init__(self, texts, right, length):

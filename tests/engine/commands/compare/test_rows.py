@@ -3,7 +3,7 @@
 import pytest
 
 from engine.commands.compare.rows import parse_rows, unusable
-from engine.drafters.kinds import KINDS
+from engine.drafters.registry import KINDS
 from ssd.errors import UserError
 
 

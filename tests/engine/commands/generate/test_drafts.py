@@ -11,7 +11,7 @@ import pytest
 
 from drafter_service.client import DrafterClient
 from engine.commands import launch
-from engine.drafters.kinds import KINDS
+from engine.drafters.registry import KINDS
 from engine.drafters.sources import DraftSource
 from ssd.baselines.none import NoDrafter
 from ssd.budget.backoff import Backoff

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.commands.launch import launch, load
-from engine.drafters.kinds import KINDS
+from engine.drafters.registry import KINDS
 from engine.models.loader import load_model
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams

@@ -10,7 +10,7 @@ import torch
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
 from engine.config import EngineConfig
-from engine.drafters.kinds import DEFAULT_ADDRESS
+from engine.drafters.registry import DEFAULT_ADDRESS
 from engine.executor.ranks.load import check_ranks
 from engine.executor.ranks.messages import Cache
 from engine.executor.ranks.runner import open_runner

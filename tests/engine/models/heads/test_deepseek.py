@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
-from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
+from engine.drafters.autoregressive import AutoregressiveDrafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.models.heads.formats import check_head, load_head

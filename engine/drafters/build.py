@@ -1,0 +1,114 @@
+"""Build the drafters that run a network, from folders of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.drafters.autoregressive import AutoregressiveDrafter
+from engine.drafters.compiled.network import compile_head
+from engine.drafters.draft_model import ModelHead
+from engine.drafters.medusa import MedusaDrafter
+from engine.drafters.sources import DraftSource
+from engine.models.draft_model import check_draft_model, load_draft_model
+from engine.models.heads.formats import Head, check_head, load_head
+from engine.models.heads.medusa import MedusaHeads
+from engine.models.loader import load_config, load_model, load_quantization
+from engine.models.packed import pack, pack_linears
+from engine.models.quantized.linear import quantize_int8
+from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
+from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.drafters.base import Drafter, TargetInfo
+    from ssd.config import DrafterConfig
+
+DEFAULT_DEPTH = 5
+"""Largest number of draft positions; where the acceptance is low, fewer are drafted."""
+
+
+def build_model_drafter(
+    kind: str, config: DrafterConfig, target: TargetInfo | None, folder: Path | None, *, is_combined: bool
+) -> Drafter:
+    """Return a drafter that runs a network.
+
+    kind: one of the kinds with `Kind.runs_model`. folder: of its weights, None for the default of the kind.
+    is_combined: whether its drafts are merged with those of other drafters, so that rejection cannot verify them.
+    Raises ValueError without a target or for an invalid option, UserError for a folder that cannot be used.
+    """
+    if target is None or target.folder is None:
+        raise ValueError("it needs the target's model and folder")
+    depth = draft_depth(config)
+    head = _load(kind, target, folder)
+    has_trees = config.draft_shape == "tree"
+    source = DraftSource[kind.replace("-", "_").upper()]
+    if isinstance(head, MedusaHeads):
+        return MedusaDrafter(head, depth=depth, has_trees=has_trees, source=source, is_coupled=is_combined)
+    return AutoregressiveDrafter(
+        head,
+        depth=depth,
+        has_trees=has_trees,
+        source=source,
+        is_coupled=is_combined,
+        network=None if has_trees else compile_head(head),
+    )
+
+
+def check_weights(kind: str, folder: Path | None, target: Path) -> None:
+    """Raise UserError unless the weights of a kind fit the target in folder `target`; reads no weights.
+
+    folder: None for the default of the kind.
+    """
+    if kind == "self-int8":
+        if load_quantization(target) is not None:
+            raise UserError(
+                f"--drafter self-int8 rounds the weights of the target, but those of {target} are quantized already; "
+                "choose another drafter"
+            )
+        return
+    folder = folder or default_folder(kind, target)
+    if kind == "draft-model":
+        check_draft_model(folder, target)
+    else:
+        check_head(kind, folder, load_config(target), target_folder=target)
+
+
+def default_folder(kind: str, target: Path) -> Path:
+    """Return the folder of the weights of a kind if none is given. Raises UserError if there is no default."""
+    if target == SHIPPED_MODEL:
+        return SHIPPED_HEADS / kind
+    if kind == "mtp":
+        return target
+    raise UserError(f"--drafter {kind} needs weights that were made for this model; give --draft-model FOLDER")
+
+
+def _load(kind: str, target: TargetInfo, folder: Path | None) -> Head:
+    """Return a head with its weights, attached to the target."""
+    assert target.model is not None
+    assert target.folder is not None
+    dtype, device = target.dtype, str(target.device)
+    head: Head
+    if kind == "self-int8":
+        copy = quantize_int8(load_model(target.folder, dtype=dtype, device=device))
+        head = ModelHead(copy, shares_target_cache=True)
+    elif kind == "draft-model":
+        folder = folder or default_folder(kind, target.folder)
+        head = ModelHead(pack(load_draft_model(folder, target.folder, dtype=dtype, device=device)))
+    else:
+        folder = folder or default_folder(kind, target.folder)
+        head = load_head(kind, folder, target.config, target_folder=target.folder, dtype=dtype, device=device)
+        pack_linears(head, next(head.parameters()))
+    head.attach(target.model)
+    return head
+
+
+def draft_depth(config: DrafterConfig) -> int:
+    """Return the largest number of draft positions. Raises ValueError for an invalid option."""
+    text = config.options.get("depth", str(DEFAULT_DEPTH))
+    try:
+        depth = int(text)
+    except ValueError:
+        depth = 0
+    if depth < 1:
+        raise ValueError(f"depth must be a whole number from 1, not {text!r}")
+    return min(depth, config.max_draft)

@@ -1,1 +1,0 @@
-"""Several drafters combined into one."""

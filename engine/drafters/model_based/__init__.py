@@ -1,1 +1,0 @@
-"""Drafters that run a network: draft models, MTP, EAGLE and Medusa heads."""

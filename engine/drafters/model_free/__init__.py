@@ -1,1 +1,0 @@
-"""Drafters without weights."""
