@@ -46,6 +46,7 @@ ALLOWED = {
         "drafter_service.observability.measuring",
         "drafter_service.observability.pages",
         "drafter_service.observability.version",
+        "drafter_service.settings.flags",
         "click",
         "fastapi",
         "flashinfer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from drafter_service.commands.link import Link, connection_options
+from drafter_service.settings.flags import FlagCommand
 
 HEALTH_TIMEOUT_S = 3.0
 HEALTH_INTERVAL_S = 0.2
@@ -16,7 +17,7 @@ TABLE_WIDTH = 1000
 them."""
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @click.option("--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Wait for a starting service.")
 @connection_options
 def health(wait: float, link: Link) -> None:
@@ -56,7 +57,7 @@ def health(wait: float, link: Link) -> None:
     click.echo("serving")
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @connection_options
 def namespaces(link: Link) -> None:
     """List the namespaces, including those on disk."""
@@ -83,7 +84,7 @@ def namespaces(link: Link) -> None:
     Console(width=TABLE_WIDTH).print(table if found else "no namespaces yet")
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @click.argument("namespace")
 @click.option("--request", help="Forget what was learned under this name.")
 @click.option("--older-than", type=click.FloatRange(0), metavar="SECONDS", help="Forget text that is older than this.")
@@ -125,7 +126,7 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
         raise click.exceptions.Exit(1)
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @click.option("--namespace", default="", help="Save this namespace only.", show_default=False)
 @connection_options
 def snapshot(namespace: str, link: Link) -> None:
@@ -144,7 +145,7 @@ def snapshot(namespace: str, link: Link) -> None:
         )
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @click.argument("namespace")
 @click.option("--set-aside", is_flag=True, help="Delete only its damaged files that were set aside.")
 @click.option("--yes", is_flag=True, help="Delete without asking.")

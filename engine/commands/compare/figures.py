@@ -62,12 +62,12 @@ class Figures:
     """Means over verify steps."""
 
     tokens_per_step: float
-    tokens_per_step_no_loops: float | None
+    tokens_per_step_no_loops: float | None = None
     """Mean over the steps that start outside of loops; None if not requested."""
-    drafted_per_step: float
-    accept_by_position: list[float]
+    drafted_per_step: float = 0.0
+    accept_by_position: list[float] = field(default_factory=list)
     """Share of steps that accepted the draft token at each depth from 1, so that tokens per step are 1 + their sum."""
-    drafted_by_position: list[float]
+    drafted_by_position: list[float] = field(default_factory=list)
     """Number of verified draft tokens at each depth."""
 
     @classmethod

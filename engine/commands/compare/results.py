@@ -11,7 +11,6 @@ from engine.commands.compare.figures import Figures
 from engine.commands.compare.rows import Row
 from engine.config import Verification
 from ssd.budget.cost_profile import CostProfile
-from ssd.config import DraftShape
 
 MIN_SPEEDUP = 1.05
 """Smallest speed-up for which drafting is recommended; measurements vary by a few percent."""
@@ -39,97 +38,65 @@ class Condition:
 class Result:
     """One drafter under one condition.
 
-    Tokens per step, drafts and acceptance are those of a run that verified all draft tokens; speed is measured with the
-    token budget.
+    `figures` are those of a run that verified all draft tokens; speed is measured with the token budget.
     """
 
-    drafter: str
-    verification: Verification
-    temperature: float
-    K: int
-    """The requested draft depth."""
-    concurrency: int
-    has_depth: bool
-    """Whether the drafter can limit its depth to K; others draft up to `max_draft` tokens."""
-    draft_shape: DraftShape
-    tokens_per_step: float
-    tokens_per_step_no_loops: float | None
-    drafted_per_step: float
-    accept_by_position: list[float]
-    drafted_by_position: list[float]
-    step_ms: float | None
-    """Median duration of a step, without the time of drafting; None if not measured."""
-    drafting_ms: float | None
-    """Median time that drafting adds to a step; None if not measured."""
+    row: Row
+    condition: Condition
+    figures: Figures
     identical: bool | None
     """Whether all outputs equal those of `none`; None where they need not."""
-    tokens_per_s: float | None
+    step_ms: float | None = None
+    """Median duration of a step, without the time of drafting; None if not measured."""
+    drafting_ms: float | None = None
+    """Median time that drafting adds to a step; None if not measured."""
+    tokens_per_s: float | None = None
     """Output tokens per second; None before the first round."""
-    speedup: float | None
+    speedup: float | None = None
     """Tokens per second divided by those of `none`, median over rounds of the same prompts; None before the first."""
-    speedup_range: tuple[float, float] | None
+    speedup_range: tuple[float, float] | None = None
     """Smallest and largest speed-up of a round; None before the first."""
-    prompts: int
+    prompts: int = 0
     """Number of prompts of the rounds so far."""
-    part: str = ""
-    """As in `Condition`."""
-
-    @classmethod
-    def of(cls, row: Row, condition: Condition, figures: Figures, **measured: Any) -> Result:
-        """Combine the parts of a result."""
-        return cls(
-            drafter=row.name,
-            K=row.depth,
-            has_depth=row.has_depth,
-            draft_shape=row.shape,
-            **asdict(condition),
-            **asdict(figures),
-            **measured,
-        )
-
-    @property
-    def condition(self) -> Condition:
-        """What it has in common with the others of its table."""
-        return Condition(self.verification, self.temperature, self.concurrency, self.part)
 
     @property
     def ms_per_drafted(self) -> float | None:
         """Drafting time per verified draft token of a sequence; None without drafts."""
-        if self.drafting_ms is None or not self.drafted_per_step:
-            return None
-        return self.drafting_ms / self.drafted_per_step
-
-    def at_depth(self, depth: int) -> tuple[float, float, float]:
-        """Return tokens per step, draft tokens per step, and drafting time with drafts up to a smaller depth."""
-        share = min(1.0, depth / max(1, self.K)) if self.has_depth else float(depth > 0)
-        return (
-            1 + sum(self.accept_by_position[:depth]),
-            sum(self.drafted_by_position[:depth]),
-            share * (self.drafting_ms or 0.0),
-        )
+        drafted = self.figures.drafted_per_step
+        return None if self.drafting_ms is None or not drafted else self.drafting_ms / drafted
 
     def best_depth(self, profile: CostProfile | None) -> int | None:
         """Return the depth from 0 to K with the most tokens per second; None for combinations, for drafters that
         cannot limit their depth, and if no durations were measured."""
-        if not self.has_depth or "+" in self.drafter or profile is None or self.step_ms is None:
+        if not self.row.has_depth or len(self.row.kinds) > 1 or profile is None or self.step_ms is None:
             return None
-        depths = range(len(self.accept_by_position) + 1)
+        figures = self.figures
         # Both durations were measured in the same run, unlike the profile: other load may have changed since.
-        load = self.step_ms / profile.step(self.concurrency * (1 + self.drafted_per_step), self.concurrency)
+        concurrency = self.condition.concurrency
+        load = self.step_ms / profile.step(concurrency * (1 + figures.drafted_per_step), concurrency)
 
         def speedup(depth: int) -> float:
-            tokens, drafted, drafting_ms = self.at_depth(depth)
-            return profile.speedup(tokens, drafted, drafting_ms / load, self.concurrency)
+            tokens, drafted = 1 + sum(figures.accept_by_position[:depth]), sum(figures.drafted_by_position[:depth])
+            drafting_ms = min(1.0, depth / max(1, self.row.depth)) * (self.drafting_ms or 0.0)
+            return profile.speedup(tokens, drafted, drafting_ms / load, concurrency)
 
-        return max(depths, key=speedup)
+        return max(range(len(figures.accept_by_position) + 1), key=speedup)
 
     def predicted(self, profile: CostProfile) -> float:
         """Return the speed-up that this acceptance gives with the durations of `profile`."""
-        if not self.drafted_per_step:
+        figures, concurrency = self.figures, self.condition.concurrency
+        if not figures.drafted_per_step:
             return 1.0
-        known = profile.drafting(self.drafter.split("@")[0], self.K, self.concurrency)
+        known = profile.drafting(self.row.name.split("@")[0], self.row.depth, concurrency)
         drafting_ms = (self.drafting_ms or 0.0) if known is None else known
-        return profile.speedup(self.tokens_per_step, self.drafted_per_step, drafting_ms, self.concurrency)
+        return profile.speedup(figures.tokens_per_step, figures.drafted_per_step, drafting_ms, concurrency)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures by name."""
+        row = self.row
+        names = {"drafter": row.name, "K": row.depth, "has_depth": row.has_depth, "draft_shape": row.shape}
+        own = {name: value for name, value in vars(self).items() if name not in ("row", "condition", "figures")}
+        return {**names, **asdict(self.condition), **asdict(self.figures), **own}
 
 
 @dataclass(frozen=True)
@@ -159,56 +126,54 @@ class Comparison:
         return all(result.identical is not False for result in self.results)
 
     @property
-    def conditions(self) -> list[Condition]:
-        """All conditions, in the order of the results."""
-        return list(dict.fromkeys(result.condition for result in self.results))
-
-    def of(self, condition: Condition) -> list[Result]:
-        """Return the results of a condition."""
-        return [result for result in self.results if result.condition == condition]
+    def tables(self) -> dict[Condition, list[Result]]:
+        """The results by condition, in their order."""
+        found: dict[Condition, list[Result]] = {}
+        for result in self.results:
+            found.setdefault(result.condition, []).append(result)
+        return found
 
     def recommendation(self) -> str:
         """Return the conclusion, or one sentence that says which drafter to use."""
         if self.conclusion:
             return self.conclusion
-        speedups: dict[tuple[str, int, bool], list[float]] = {}
+        speedups: dict[str, list[float]] = {}
         prompts = max((result.prompts for result in self.results), default=0)
         if prompts < MIN_PROMPTS:
             return f"No recommendation: it takes at least {MIN_PROMPTS} prompts; the speed was measured with {prompts}."
         for result in self.results:
-            if result.speedup is None or result.prompts < MIN_PROMPTS:
-                continue
             # Outputs that differ in exact mode are a defect, which no speed makes up for.
-            is_right = result.verification == "exact" and result.identical is not False
-            if is_right and result.drafter != "none":
-                speedups.setdefault((result.drafter, result.K, result.has_depth), []).append(result.speedup)
+            is_right = result.condition.verification == "exact" and result.identical is not False
+            if is_right and result.row.name != "none" and result.speedup is not None and result.prompts >= MIN_PROMPTS:
+                name = result.row.name + (f" with a depth of {result.row.depth}" if result.row.has_depth else "")
+                speedups.setdefault(name, []).append(result.speedup)
         most = max(map(len, speedups.values()), default=0)
-        means = {key: math.prod(each) ** (1 / len(each)) for key, each in speedups.items() if len(each) == most}
+        means = {name: math.prod(each) ** (1 / len(each)) for name, each in speedups.items() if len(each) == most}
         if not means:
             return "No drafter was measured in exact mode with the outputs of plain decoding, so none is recommended."
-        best = max(means, key=lambda key: means[key])
-        name = best[0] + (f" with a depth of {best[1]}" if best[2] else "")
+        best = max(means, key=lambda name: means[name])
         where = f"{most} {'condition' if most == 1 else 'conditions'}"
         if means[best] < MIN_SPEEDUP:
-            return f"Do not draft here: the best drafter, {name}, gives {means[best]:.2f}x the tokens/s of none."
-        return f"Use {name}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}."
+            return f"Do not draft here: the best drafter, {best}, gives {means[best]:.2f}x the tokens/s of none."
+        return f"Use {best}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}."
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file."""
+        target = self.predicted_for
         return {
             "recommendation": self.recommendation(),
             "partial": self.partial,
             "settings": dict(self.settings),
             "versions": dict(self.versions),
             "profile": None if self.profile is None else asdict(self.profile),
-            "predicted_for": None if self.predicted_for is None else asdict(self.predicted_for),
+            "predicted_for": None if target is None else asdict(target),
             "skipped": dict(self.skipped),
             "results": [
                 {
-                    **asdict(result),
+                    **result.as_json(),
                     "drafting_ms_per_token": result.ms_per_drafted,
                     "best_K": result.best_depth(self.profile),
-                    "predicted_speedup": None if self.predicted_for is None else result.predicted(self.predicted_for),
+                    "predicted_speedup": None if target is None else result.predicted(target),
                 }
                 for result in self.results
             ],

@@ -348,26 +348,6 @@ def test_printed_settings_are_read_back(run, tmp_path):
     assert "max_draft = 9" in run("serve", "--config", file, "--max-draft", "9", "--print-config")[1]
 
 
-def test_every_flag_is_a_setting_without_a_default(run):
-    from drafter_service.commands.serve import FLAGS, serve
-
-    others = {"config", "settings", "print_config"}
-    assert {option.name for option in serve.params if option.name not in others} == FLAGS.keys()
-    assert run("serve", "--print-config")[1] == run("serve", "--set", "limits.streams=1024", "--print-config")[1]
-
-
-def test_the_help_names_the_defaults(run):
-    from drafter_service.commands.serve import FLAGS, serve
-
-    named = {
-        FLAGS[option.name]: found[1]
-        for option in serve.params
-        if (found := re.search(r"\[default: (.*)\]", option.help or ""))
-    }
-    assert len(named) > 5
-    assert load_settings(flags=named, environment={}) == load_settings(environment={})
-
-
 def test_summaries_of_commands_are_not_cut(run):
     commands = run("--help")[1].partition("Commands:\n")[2]
     assert "advise" in commands
