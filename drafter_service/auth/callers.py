@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import grpc
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from drafter_service.auth.watched import read_file
 from ssd.errors import UserError
@@ -124,6 +124,12 @@ class Entry(BaseModel):
     token_sha256: Sha256 | None = None
     certificate: Printable | None = None
 
+    @model_validator(mode="after")
+    def _has_one_identity(self) -> Entry:
+        if (self.token_sha256 is None) == (self.certificate is None):
+            raise ValueError("give either token_sha256 or certificate")
+        return self
+
     @property
     def caller(self) -> Caller:
         """The caller that the entry describes."""
@@ -183,19 +189,13 @@ def parse_callers(text: str, *, certificates: bool) -> list[Entry]:
     except ValidationError as problem:
         # The message does not quote values: one may be a token that was written in place of its hash.
         first = problem.errors(include_url=False)[0]
-        raise UserError(f"{_key_of(first['loc'])}: {first['msg']}") from None
+        raise UserError(f"{_key_of(first['loc'])}: {first['msg'].removeprefix('Value error, ')}") from None
     for index, entry in enumerate(entries):
-        _check_identity(f"caller[{index}]", entry, certificates=certificates)
+        if entry.certificate is not None and not certificates:
+            raise UserError(f"caller[{index}].certificate: clients present certificates only if client_ca is set")
     for field in ("token_sha256", "certificate"):
         _check_uniqueness(field, [getattr(entry, field) for entry in entries])
     return entries
-
-
-def _check_identity(key: str, entry: Entry, *, certificates: bool) -> None:
-    if (entry.token_sha256 is None) == (entry.certificate is None):
-        raise UserError(f"{key}: give either token_sha256 or certificate")
-    if entry.certificate is not None and not certificates:
-        raise UserError(f"{key}.certificate: clients present certificates only if client_ca is set")
 
 
 def _check_uniqueness(field: str, values: list[str | None]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -43,15 +42,6 @@ class Context(Protocol):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Credentials:
-    """Credentials of a call."""
-
-    token_sha256: str | None
-    certificate_names: tuple[str, ...]
-    """Names in the certificate that TLS has verified: subject alternative names, then the common name."""
-
-
 class AccessControl:
     """Checks the rights of callers.
 
@@ -70,7 +60,7 @@ class AccessControl:
     async def authorize(self, context: Context) -> AsyncIterator[AuthorizedCall]:
         """Identify the caller. An AccessDeniedError, also one raised in the block, ends the call with its status."""
         try:
-            yield AuthorizedCall(credentials_of(context), self._callers)
+            yield AuthorizedCall(context, self._callers)
         except AccessDeniedError as denied:
             await context.abort(denied.code, str(denied))
 
@@ -78,50 +68,41 @@ class AccessControl:
 class AuthorizedCall:
     """One call or stream and its caller. Rights are those in the callers file at the time of each check."""
 
-    def __init__(self, credentials: Credentials, callers: Watched[Callers] | None) -> None:
-        """Identify the caller. Raises UnauthenticatedError."""
-        self._credentials = credentials
+    def __init__(self, context: Context, callers: Watched[Callers] | None) -> None:
+        """Identify the caller. Raises UnauthenticatedError, also for malformed credentials."""
+        given = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
+        scheme, _, token = given[0].partition(" ") if given else ("bearer", "", "")
+        if len(given) > 1 or scheme.lower() != "bearer" or bool(given) != bool(token):
+            raise UnauthenticatedError("give one authorization of the form: Bearer TOKEN")
+        self._token_sha256 = sha256_of(token) if token else None
+        peer = context.auth_context()
+        self._names = [name.decode(errors="replace") for key in (SAN, COMMON_NAME) for name in peer.get(key, ())]
+        """Names in the certificate that TLS has verified: subject alternative names, then the common name."""
         self._callers = callers
-        self._known = None if callers is None else callers.current()
-        self._caller = identify(credentials, self._known)
+        self._known: Callers | None = None
+        self._caller = EVERYBODY
+        self._update()
 
     @property
     def caller(self) -> Caller:
         """The caller. Raises UnauthenticatedError if it has been removed from the callers file."""
-        if self._callers is not None and (known := self._callers.current()) is not self._known:
-            self._caller = identify(self._credentials, known)
-            self._known = known
+        self._update()
         return self._caller
 
     def require(self, right: Right, namespace: str) -> None:
         """Raise AccessDeniedError unless the caller has all of `right` in `namespace`, which need not exist."""
         self.caller.require(right, namespace)
 
-
-def credentials_of(context: Context) -> Credentials:
-    """Return the credentials of a call. Raises UnauthenticatedError for malformed ones."""
-    given = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
-    peer = context.auth_context()
-    names = tuple(name.decode(errors="replace") for key in (SAN, COMMON_NAME) for name in peer.get(key, ()))
-    if not given:
-        return Credentials(None, names)
-    scheme, _, token = given[0].partition(" ")
-    if len(given) > 1 or scheme.lower() != "bearer" or not token:
-        raise UnauthenticatedError("give one authorization of the form: Bearer TOKEN")
-    return Credentials(sha256_of(token), names)
-
-
-def identify(credentials: Credentials, callers: Callers | None) -> Caller:
-    """Return the caller. A token takes precedence over a certificate, valid or not. Raises UnauthenticatedError."""
-    if callers is None:
-        return EVERYBODY
-    if credentials.token_sha256 is not None:
-        caller = callers.with_token(credentials.token_sha256)
-        reason = "the bearer token is not known"
-    else:
-        caller = callers.with_certificate(credentials.certificate_names)
-        has_certificate = bool(credentials.certificate_names)
-        reason = "the certificate names no known caller" if has_certificate else NO_TOKEN
-    if caller is None:
-        raise UnauthenticatedError(reason)
-    return caller
+    def _update(self) -> None:
+        """Identify the caller if the callers file has changed. A token takes precedence over a certificate, valid or
+        not."""
+        if self._callers is None or (known := self._callers.current()) is self._known:
+            return
+        if self._token_sha256 is not None:
+            caller, reason = known.with_token(self._token_sha256), "the bearer token is not known"
+        else:
+            caller = known.with_certificate(self._names)
+            reason = "the certificate names no known caller" if self._names else NO_TOKEN
+        if caller is None:
+            raise UnauthenticatedError(reason)
+        self._caller, self._known = caller, known
