@@ -14,6 +14,8 @@ DOT = 3.5
 """Radius of a dot, in pixels."""
 MAX_BAR = 48.0
 """Maximum width of a bar, in pixels."""
+LABEL_GAP, LABEL_DROP = 8, 17
+"""Gap between the left axis and its labels, and between the plotting area and the base line of those below it."""
 BELOW_HEIGHT, BELOW_GAP = 34, 22
 """Height of the bars below a bar chart, and of the gap above them, in pixels."""
 
@@ -83,10 +85,9 @@ def line_chart(
 
     def draw(frame: Frame, kind: str) -> str:
         left, top = frame.x_scale(x.first, x.last), frame.y_scale(y.first, y.last)
-        parts = [*behind(frame, left, top), *_labels(frame, y)]
-        parts += [*svg.x_axis(frame, left, x.marks), svg.x_title(frame, x.title)]
+        parts = [*behind(frame, left, top), *_left_axis(frame, y), *_lower_axis(frame, left, x)]
         if reference is not None:
-            parts.append(svg.reference_line(frame, top(reference[0])))
+            parts.append(svg.line(frame.left, top(reference[0]), frame.right_edge, top(reference[0]), kind=DASHED))
         for each in series:
             parts += _marks(each, left, top, max(0.0, y.first))
         return svg.chart(frame, label, parts, kind)
@@ -101,7 +102,8 @@ def _marks(series: Series, x: Scale, y: Scale, base: float) -> list[str]:
     for run in _runs(series.points):
         placed = [(x(value), y(height)) for value, height in run]
         if series.style == "area":
-            parts.append(svg.area(placed, y(base), series.color))
+            outline = [(placed[0][0], y(base)), *placed, (placed[-1][0], y(base))]
+            parts.append(svg.polyline(outline, kind=f"area {series.color}"))
         if series.style != "dots":
             parts.append(svg.polyline(placed, kind=DASHED if series.style == "dashed" else f"line {series.color}"))
         if len(run) == 1 and not series.words:
@@ -138,25 +140,41 @@ def bar_chart(
     places = len(bars[0].points)
     left = frame.x_scale(-0.5, places - 0.5)
     upper = frame if below is None else frame._replace(bottom=frame.bottom + BELOW_HEIGHT + BELOW_GAP)
-    parts = [*svg.x_axis(frame, left, x.marks), svg.x_title(frame, x.title)]
-    parts += _labels(upper, y)
+    parts = [*_lower_axis(frame, left, x), *_left_axis(upper, y)]
     for each in bars:
         parts += _bars(upper, y, each, f"bar {each.color}")
     if below is not None:
         lower = frame._replace(top=frame.floor - BELOW_HEIGHT)
-        parts += [*_labels(lower, below[0]), *_bars(lower, below[0], below[1], f"volume {below[1].color}")]
-    parts += [
-        svg.hover_strip(frame, left(place - 0.5), left(place + 0.5), tooltip) for place, tooltip in enumerate(words)
-    ]
+        parts += [*_left_axis(lower, below[0]), *_bars(lower, below[0], below[1], f"volume {below[1].color}")]
+    parts += [hover_strip(frame, left(place - 0.5), left(place + 0.5), tooltip) for place, tooltip in enumerate(words)]
     shown = [each for each in bars if any(height is not None for _, height in each.points)]
     colors = [(each.color, each.name) for each in (shown if below is None else [*shown, below[1]])]
     return svg.chart(frame, label, parts) + legend(colors)
 
 
-def _labels(frame: Frame, y: Axis) -> list[str]:
-    scale = frame.y_scale(y.first, y.last)
-    marks = svg.y_axis(frame, scale, [value for value, _ in y.marks], dict(y.marks).__getitem__)
-    return [*marks, svg.y_title(frame, y.title)]
+def hover_strip(frame: Frame, left: float, right: float, words: str) -> str:
+    """Return an invisible full-height strip with a tooltip; it is shaded under the pointer."""
+    return svg.rect(left, frame.top, right - left, frame.floor - frame.top, words, kind="strip")
+
+
+def _left_axis(frame: Frame, axis: Axis) -> list[str]:
+    """Return horizontal grid lines with their labels, and the vertical title."""
+    scale, parts = frame.y_scale(axis.first, axis.last), []
+    for value, label in axis.marks:
+        height = scale(value)
+        parts.append(svg.line(frame.left, height, frame.right_edge, height, kind="grid"))
+        parts.append(svg.text(label, frame.left - LABEL_GAP, height + 4, text_anchor="end"))
+    place = f"translate(12 {(frame.top + frame.floor) / 2:.1f}) rotate(-90)"
+    return [*parts, svg.element("text", escape(axis.title), transform=place, text_anchor="middle", kind="axis")]
+
+
+def _lower_axis(frame: Frame, scale: Scale, axis: Axis) -> list[str]:
+    """Return labels below the plotting area, shifted where they would leave the chart, and the title."""
+    least, most, height = frame.left + 10, frame.right_edge - 18, frame.floor + LABEL_DROP
+    places = [(min(max(scale(value), least), most), label) for value, label in axis.marks]
+    labels = [svg.text(label, place, height, text_anchor="middle") for place, label in places]
+    middle = (frame.left + frame.right_edge) / 2
+    return [*labels, svg.text(axis.title, middle, frame.height - 6, text_anchor="middle", kind="axis")]
 
 
 def _bars(frame: Frame, y: Axis, series: Series, kind: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""SVG: elements, scales, axes and areas of charts."""
+"""SVG: elements, scales and frames of charts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ Scale = Callable[[float], float]
 Point = tuple[float, float]
 
 MAX_TICKS = 5
-LABEL_GAP = 8
-"""Gap between an axis and its labels, in pixels."""
-X_LABEL_DROP = 17
-"""Distance of the base line of the lower axis' labels from the plotting area, in pixels."""
 DASHED = "dashed"
 """Class of dashed lines in charts and legends."""
 
@@ -104,20 +100,11 @@ def circle(x: float, y: float, radius: float, title: str = "", **attributes: str
 
 def polyline(points: Iterable[Point], **attributes: str | float) -> str:
     """Return a line through points."""
-    return element("polyline", points=_points(points), **attributes)
-
-
-def polygon(points: Iterable[Point], **attributes: str | float) -> str:
-    """Return a filled outline."""
-    return element("polygon", points=_points(points), **attributes)
+    return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), **attributes)
 
 
 def _tooltip(words: str) -> str:
     return element("title", escape(words)) if words else ""
-
-
-def _points(points: Iterable[Point]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
 def _attributes(attributes: dict[str, str | float]) -> str:
@@ -137,51 +124,6 @@ def chart(frame: Frame, label: str, parts: Iterable[str], kind: str = "") -> str
     return (
         f'<svg viewBox="{size}" class="{escape(kind)}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
     )
-
-
-def y_axis(frame: Frame, y: Scale, marks: Iterable[float], written: Callable[[float], str]) -> list[str]:
-    """Return horizontal grid lines with labels on the left."""
-    parts = []
-    for mark in marks:
-        parts.append(line(frame.left, y(mark), frame.right_edge, y(mark), kind="grid"))
-        parts.append(text(written(mark), frame.left - LABEL_GAP, y(mark) + 4, text_anchor="end"))
-    return parts
-
-
-def x_axis(frame: Frame, x: Scale, marks: Iterable[tuple[float, str]]) -> list[str]:
-    """Return labels below the plotting area, shifted where they would leave the chart."""
-    least, most = frame.left + 10, frame.right_edge - 18
-    return [
-        text(words, min(max(x(mark), least), most), frame.floor + X_LABEL_DROP, text_anchor="middle")
-        for mark, words in marks
-    ]
-
-
-def x_title(frame: Frame, words: str) -> str:
-    """Return the title of the lower axis, with its unit."""
-    middle = (frame.left + frame.right_edge) / 2
-    return text(words, middle, frame.height - 6, text_anchor="middle", kind="axis")
-
-
-def y_title(frame: Frame, words: str) -> str:
-    """Return the vertical title of the left axis, with its unit."""
-    place = f"translate(12 {(frame.top + frame.floor) / 2:.1f}) rotate(-90)"
-    return element("text", escape(words), transform=place, text_anchor="middle", kind="axis")
-
-
-def reference_line(frame: Frame, y: float) -> str:
-    """Return a dashed horizontal line; its meaning belongs into the legend, as `DASHED`."""
-    return line(frame.left, y, frame.right_edge, y, kind="dashed")
-
-
-def area(points: Sequence[Point], base: float, kind: str) -> str:
-    """Return the area between a curve and the horizontal line at the height `base`."""
-    return polygon([(points[0][0], base), *points, (points[-1][0], base)], kind=f"area {kind}")
-
-
-def hover_strip(frame: Frame, left: float, right: float, words: str) -> str:
-    """Return an invisible full-height strip with a tooltip; it is shaded under the pointer."""
-    return rect(left, frame.top, right - left, frame.floor - frame.top, words, kind="strip")
 
 
 def for_screens(draw: Callable[[Frame, str], str], frames: Sequence[Frame]) -> str:

@@ -136,9 +136,7 @@ def begun_namespace():
     """Return facts of a namespace in use for 90 seconds."""
     history = History()
     history.record(Sample(NOW - 90, *[0] * 9))
-    latency = Latency()
-    latency.record(0.0006)
-    latency.record(0.0011)
+    latency = durations(0.0006, 0.0011)
     return busy_namespace("begun", steps=9, history=history, draft_latency=latency, merge_latency=latency)
 
 
@@ -215,6 +213,40 @@ def latency_of(count, typical_s, spread_of_log):
     latency.counts = [counted * max(1, count // 400) for counted in latency.counts]
     latency.total_s *= max(1, count // 400)
     return latency
+
+
+def durations(*seconds):
+    """Return a latency of these durations."""
+    latency = Latency()
+    for each in seconds:
+        latency.record(each)
+    return latency
+
+
+def filled_stats(seed):
+    """Return statistics with random counts; drafts have 6 positions."""
+    stats, rng = Stats(), np.random.default_rng(seed)
+    for array in stats.counters:
+        array[:] = rng.integers(1, 1000, array.shape)
+    stats.counters.by_position[6:] = 0
+    return stats
+
+
+def filled_namespace(name="main", **changes):
+    """Return facts of a namespace with a small, different value in every field."""
+    counts = {"waiting_tokens": 60, "merges": 50, "base_merges": 40, "full_builds": 30, "forgotten_requests": 20}
+    facts = {
+        "corpus": corpus_of(1000, 900, 80, 70_000, **counts),
+        "shadow": ShadowUse(filled_stats(7), observed=90, scored=70),
+        "memory_bytes": 12_345,
+        "streams": 3,
+        "sequences": 17,
+        "draft_latency": durations(3e-5, 4e-4, 4e-4, 20.0),
+        "merge_latency": durations(0.011),
+        "clients": ClientTotals(timeouts=1, dropped=2, resyncs=3, reconnects=4),
+        "duplicates": 6,
+    }
+    return new_namespace(name, **(facts | changes))
 
 
 class Reporter(drafter_pb2_grpc.DrafterServiceServicer):
