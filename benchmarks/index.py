@@ -32,7 +32,7 @@ from benchmarks.support.command import new_parser, positive, print_document
 from benchmarks.support.resources import forget_peak, peak_bytes, resident_bytes
 from benchmarks.support.text import REQUEST_TOKENS, Writer
 from drafter_service.observability.measuring.rounds import Timer
-from drafter_service.settings.quantity import Quantity
+from drafter_service.settings.flags import Quantity
 from ssd.config import DrafterConfig
 from ssd.corpus.memory import trim_heap
 from ssd.replay import RecordedRequest, Recording

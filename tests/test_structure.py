@@ -45,7 +45,7 @@ ALLOWED = {
         "drafter_service.client",
         "drafter_service.observability.measuring",
         "drafter_service.observability.pages",
-        "drafter_service.observability.version",
+        "drafter_service.observability.process",
         "drafter_service.settings.flags",
         "click",
         "fastapi",

@@ -10,7 +10,7 @@ import numpy as np
 from drafter_service.client.history import indices_of_runs
 from drafter_service.client.identity import process_name
 from drafter_service.client.sequences import SequenceInfo
-from drafter_service.observability.version import own_version
+from drafter_service.observability.process import own_version
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import DTYPES, PROTOCOL, SHAPE_CODES, check_engine_name, pack, read_drafts
 from ssd.budget.padding import NO_PADDING, Padding

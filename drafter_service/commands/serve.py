@@ -53,8 +53,7 @@ def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **
     """Serve drafts to engines until SIGINT or SIGTERM."""
     import asyncio
 
-    from drafter_service.settings.load import load_settings, read_assignments
-    from drafter_service.settings.tree import SETTINGS
+    from drafter_service.settings.tree import SETTINGS, load_settings, read_assignments
 
     given = {FLAGS[name]: value for name, value in flags.items() if value is not None}
     tree = load_settings(config, read_assignments(settings) | given)

@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 
 import grpc
 
-from drafter_service.auth.control import Context
+from drafter_service.auth.callers import Context
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
 from drafter_service.transport.frames import HEADER, MAGIC, framed, last_frame, read_header

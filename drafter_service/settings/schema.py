@@ -11,8 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
-from drafter_service.settings.flags import meanings
-from drafter_service.settings.quantity import parse_quantity
+from drafter_service.settings.flags import meanings, parse_quantity
 from ssd.errors import UserError
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drafter_service.client.chat_template import load_chat_template
-from drafter_service.observability.version import own_version
+from drafter_service.observability.process import own_version
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
 from engine.api.errors import ApiError, error_response

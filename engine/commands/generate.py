@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from engine.api.outputs import OutputText, Piece
-from engine.commands.interruption import Interruption, deferred_interruption
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions, GenerateFlags
-from engine.commands.progress import LongProgress
+from engine.commands.progress import Interruption, LongProgress, deferred_interruption
 from engine.commands.prompts import Prompt, load_chat, read_prompt_file
 from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine

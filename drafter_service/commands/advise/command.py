@@ -10,7 +10,7 @@ import click
 
 from drafter_service.commands.output import OWNER_ONLY, check_writable, write
 from drafter_service.commands.sources import Excerpts, SourceFlags, preview, source_options
-from drafter_service.observability.version import own_version
+from drafter_service.observability.process import own_version
 from drafter_service.settings.flags import File as FilePath
 from drafter_service.settings.flags import Flag, FlagCommand, Interval, takes
 from ssd.errors import UserError

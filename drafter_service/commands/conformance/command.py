@@ -53,8 +53,7 @@ def conformance(options: ConformanceFlags, access: AccessFiles) -> None:
 def _check_engine(listen: str, idle_s: float, *, is_overlapped: bool) -> Any:
     import asyncio
 
-    from drafter_service.commands.conformance.engine_side import RUN_AGAIN, EngineChecker
-    from drafter_service.commands.conformance.listening import run_engine_checks
+    from drafter_service.commands.conformance.engine_side import RUN_AGAIN, EngineChecker, run_engine_checks
     from drafter_service.transport.address import Address
 
     def announce(address: str) -> None:

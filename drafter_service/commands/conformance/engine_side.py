@@ -1,19 +1,22 @@
 """A service that checks the engine which uses it: every request is checked, and drafts, delays and losses are planned.
 
 The first run of a prompt has no drafts. Later runs have drafts that are known to be right or wrong, so that the counts
-of the engine can be checked: a step commits the accepted tokens of the draft that it verified, and one more.
-"""
+of the engine can be checked: a step commits the accepted tokens of the draft that it verified, and one more."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import grpc
 import numpy as np
 
+from drafter_service.auth.callers import Context
+from drafter_service.auth.listening import listen
 from drafter_service.commands.conformance.checks import Check, Checks
 from drafter_service.commands.conformance.sequences import (
     EVENT_AT,
@@ -32,8 +35,19 @@ from drafter_service.server.requests import (
     read_start,
 )
 from drafter_service.server.session import error_response
+from drafter_service.server.step_socket import Answer, StepSocket
+from drafter_service.settings.tree import AccessConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import PROTOCOL, WireError, check_engine_name, drafts_message, pack, read_batch
+from drafter_service.transport.address import Address
+from drafter_service.transport.wire import (
+    MESSAGE_SIZES,
+    PROTOCOL,
+    WireError,
+    check_engine_name,
+    drafts_message,
+    pack,
+    read_batch,
+)
 from ssd.types import DraftBatch, Path, Progress
 
 RUN_AGAIN = "run the same prompts again, greedily, with outputs of 32 tokens or more"
@@ -347,3 +361,71 @@ def tokens_of(batch: Progress, index: int) -> list[int]:
     """Return the tokens of one sequence of a batch."""
     tokens: list[int] = batch.tokens[batch.offsets[index] : batch.offsets[index + 1]].tolist()
     return tokens
+
+
+# --- Serving the checks, over gRPC and the step socket
+
+SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
+LATE_S = 0.3
+"""Delay of a late answer; longer than the deadline of an engine that waits for drafts at all."""
+POLL_S = 0.05
+MAX_CONNECTIONS = 64
+
+
+class CheckedStreams:
+    """Draft streams whose requests an `EngineChecker` answers. Used by one event loop."""
+
+    def __init__(self, checker: EngineChecker) -> None:
+        self._checker = checker
+        self.last_request = asyncio.get_running_loop().time()
+        """Time of the last request, by the event loop's clock."""
+
+    async def draft(
+        self,
+        requests: AsyncIterator[bytes],
+        context: Context,
+        on_open: Callable[[Answer], None] = lambda _: None,  # noqa: ARG002
+    ) -> AsyncGenerator[pb.DraftResponse, None]:
+        """Serve one stream. No request is answered without waiting, so `on_open` is not called."""
+        stream = self._checker.opened()
+        try:
+            async for data in requests:
+                self.last_request = asyncio.get_running_loop().time()
+                reply = self._checker.answer(stream, data)
+                if reply.response is None:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the conformance test breaks this stream")
+                    return
+                await asyncio.sleep(LATE_S if reply.is_late else 0)
+                yield reply.response
+        finally:
+            self._checker.closed(stream)
+
+
+async def run_engine_checks(
+    address: Address, checker: EngineChecker, idle_s: float, ready: Callable[[str], None]
+) -> None:
+    """Serve at an address until everything was tested, or no request has come for `idle_s` seconds.
+
+    ready: called with the address once streams are accepted. Raises UserError for an address that cannot be used.
+    """
+    streams = CheckedStreams(checker)
+    steps = StepSocket(streams, MAX_CONNECTIONS)
+    server = grpc.aio.server(options=[*MESSAGE_SIZES, ("grpc.so_reuseport", 0)])
+    handler = grpc.stream_stream_rpc_method_handler(
+        streams.draft, response_serializer=lambda message: message.SerializeToString()
+    )
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Draft": handler})])
+    try:
+        address.claim()
+        if address.steps is not None:
+            steps.bind(address.steps, AccessConfig().socket_permissions)
+        address = listen(server, address, AccessConfig())
+        await steps.start()
+        await server.start()
+        ready(address.text)
+        while not checker.is_complete and asyncio.get_running_loop().time() < streams.last_request + idle_s:
+            await asyncio.sleep(POLL_S)
+    finally:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(server.stop(0), steps.stop(0))
+    checker.conclude()

@@ -24,10 +24,9 @@ from engine.commands.compare.profile import measure_steps
 from engine.commands.compare.results import MIN_PROMPTS, Comparison, Condition, Result
 from engine.commands.compare.rows import Row, unusable
 from engine.commands.compare.trial import BASELINE, BATCH, Counted, Trial, Workload
-from engine.commands.interruption import StoppedError, deferred_interruption
 from engine.commands.launch import load
 from engine.commands.options import CompareFlags, EngineOptions
-from engine.commands.progress import LongProgress
+from engine.commands.progress import LongProgress, StoppedError, deferred_interruption
 from engine.commands.prompts import load_chat, read_prompt_file
 from engine.config import ContextWindow, Verification
 from engine.models.loader import load_config

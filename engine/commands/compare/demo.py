@@ -19,8 +19,7 @@ from drafter_service.observability.measuring.results import prepare
 from drafter_service.observability.measuring.rounds import alternated
 from drafter_service.observability.measuring.sidecar import running_sidecar
 from engine.commands.compare.compare import files_of, made_with, report
-from engine.commands.compare.figures import Figures, find_loops
-from engine.commands.compare.results import Comparison, Condition, Result
+from engine.commands.compare.results import Comparison, Condition, Figures, Result, find_loops
 from engine.commands.compare.rows import Row
 from engine.commands.compare.trial import BASELINE, Trial, Turn, Workload
 from engine.commands.compare.workload import (

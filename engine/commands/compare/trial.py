@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from drafter_service.observability.measuring.rounds import Timer, alternated, columns
-from engine.commands.compare.figures import Figures, Output, groups, run_group
-from engine.commands.compare.results import Condition, Result
+from engine.commands.compare.results import Condition, Figures, Output, Result, groups, run_group
 from engine.commands.compare.rows import Row
 from engine.commands.launch import launch
 from engine.commands.options import EngineOptions

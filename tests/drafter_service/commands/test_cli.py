@@ -20,7 +20,7 @@ from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
 from drafter_service.commands import main as cli
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.settings.load import load_settings
+from drafter_service.settings.tree import load_settings
 from drafter_service.transport.wire import read_drafts
 from ssd.corpus.snapshot import load
 from ssd.types import ROOT

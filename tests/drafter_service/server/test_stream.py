@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from drafter_service.auth.control import AccessControl
+from drafter_service.auth.callers import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import default_namespace

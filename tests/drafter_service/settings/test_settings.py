@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.settings.load import load_settings, read_assignments
-from drafter_service.settings.quantity import parse_quantity
-from drafter_service.settings.tree import SETTINGS, ServiceConfig
+from drafter_service.settings.flags import parse_quantity
+from drafter_service.settings.tree import SETTINGS, ServiceConfig, load_settings, read_assignments
 from ssd.errors import UserError
 from tests.strategies import examples
 

@@ -10,9 +10,8 @@ import pytest
 
 from engine.commands import main as cli
 from engine.commands.compare import trial
-from engine.commands.compare.figures import Figures
 from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, notes, table_of
-from engine.commands.compare.results import Comparison, Condition, Result
+from engine.commands.compare.results import Comparison, Condition, Figures, Result
 from engine.commands.compare.rows import Row
 from engine.engine import Engine
 from engine.speculation import verify
