@@ -49,7 +49,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # older versions of 
 
 @dataclass(frozen=True)
 class Flag:
-    """How a field is given, in `Annotated`, where its name and its type do not say it."""
+    """Option of a field, in `Annotated`, where the field's name and type do not say enough."""
 
     name: str = ""
     """Name of the option; empty: that of the field, with dashes."""
@@ -77,8 +77,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 File = Annotated[Path, Flag(kind=click.Path(dir_okay=False, path_type=Path))]
 Folder = Annotated[Path, Flag(kind=click.Path(file_okay=False, path_type=Path))]
 Number = Annotated[int, Flag(kind=Quantity())]
-
-
 Options = Callable[[], list[click.Option]]
 
 
@@ -178,8 +176,10 @@ def _click_type(kind: Any, notes: list[object]) -> Any:
 
 def meanings(model: type) -> dict[str, str]:
     """Return the docstrings of the fields of a dataclass and its bases, in one line each."""
-    known = _of_module(model.__module__)
-    return {name: text for each in reversed(model.__mro__) for name, text in known.get(each.__name__, {}).items()}
+    found: dict[str, str] = {}
+    for each in reversed([each for each in model.__mro__ if each is not object]):
+        found |= _of_module(each.__module__).get(each.__name__, {})
+    return found
 
 
 @functools.cache
