@@ -3,52 +3,30 @@
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.settings.flags import parse_quantity
+from drafter_service.settings.schema import plain_type
 from drafter_service.settings.tree import SETTINGS, ServiceConfig, load_settings, read_assignments
 from ssd.errors import UserError
 from tests.strategies import examples
 
-SAMPLES = {
-    "listen": "127.0.0.1:5",
-    "drafting.draft_shape": "tree",
-    "drafting.cost": 0.5,
-    "drafting.refresh_interval_s": 0.25,
-    "steps.cost_profile": Path("/cost-profile.json"),
-    "steps.gpu": "h100",
-    "steps.model_size": "70b",
-    "namespaces.create": False,
-    "access.certificate": Path("/c.pem"),
-    "access.key": Path("/k.pem"),
-    "access.client_ca": Path("/ca.pem"),
-    "access.callers": Path("/callers.toml"),
-    "access.allow_plaintext": True,
-    "access.socket_mode": "660",
-    "snapshots.folder": Path("/snapshots"),
-    "snapshots.trim": True,
-    "log.url": "redis://somewhere",
-    "log.prefix": "5",
-    "reports.metrics": "127.0.0.1:9",
-    "reports.log_level": "debug",
-    "reports.log_format": "json",
-}
-"""Values that differ from the defaults; for numbers see `different_values`."""
-NUMBERS = {
+LEAVES = [key for key in SETTINGS.settings if not key.endswith((".capacities", ".reads"))]
+RANGES = {
     "drafting.capacity": 5000,
     "drafting.max_draft": 9,
     "drafting.match_depth": 16,
+    "access.socket_mode": "660",
 }
+"""Values of settings that do not take any value of their type."""
 
 
 def loaded(file=None, flags=None, environment=None):
     return load_settings(file, flags, environment or {})
-
-
-LEAVES = [key for key in SETTINGS.settings if not key.endswith((".capacities", ".reads"))]
 
 
 def value_of(config, key):
@@ -57,9 +35,19 @@ def value_of(config, key):
     return config
 
 
-def different_values():
-    """Return a value for every setting that differs from its default."""
-    return {key: SAMPLES[key] if key in SAMPLES else NUMBERS.get(key, 4321) for key in LEAVES}
+def different(key):
+    """Return a value of a setting that is not its default."""
+    setting = SETTINGS.settings[key]
+    kind = plain_type(setting.kind)
+    if get_origin(kind) is Literal:
+        return next(each for each in get_args(kind) if each != setting.default)
+    of_type = {bool: not setting.default, int: 4321, float: 0.25, str: "text", Path: Path("/file")}
+    return RANGES.get(key) or next(value for each, value in of_type.items() if each in _parts(kind))
+
+
+def _parts(kind):
+    """Return the types in a union and in annotations."""
+    return {kind}.union(*map(_parts, get_args(kind)))
 
 
 def test_defaults_without_any_source():
@@ -67,7 +55,7 @@ def test_defaults_without_any_source():
 
 
 def test_every_setting_is_read_from_flags_environment_and_file(tmp_path):
-    values = different_values()
+    values = {key: different(key) for key in LEAVES}
     texts = {key: str(value) for key, value in values.items()}
     by_flag = loaded(flags=read_assignments([f"{key}={text}" for key, text in texts.items()]))
     variables = {"SSD_DRAFTER_" + key.upper().replace(".", "__"): text for key, text in texts.items()}
