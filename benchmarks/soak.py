@@ -37,8 +37,7 @@ from benchmarks.support.targets import at_most, conclude, target_panel
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.measuring.results import machine
 from drafter_service.observability.pages import page as pages
-from drafter_service.observability.pages.charts import Axis, Series, line_chart
-from drafter_service.observability.pages.svg import Frame
+from drafter_service.observability.pages.charts import Axis, Frame, Series, line_chart
 from drafter_service.observability.pages.tables import html_table
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub

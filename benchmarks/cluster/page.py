@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.support.targets import target_panel
+from drafter_service.observability.pages import charts as svg
 from drafter_service.observability.pages import page as pages
-from drafter_service.observability.pages import svg
-from drafter_service.observability.pages.charts import Axis, Series, line_chart
-from drafter_service.observability.pages.svg import Frame, Scale
+from drafter_service.observability.pages.charts import Axis, Frame, Scale, Series, line_chart
 from drafter_service.observability.pages.tables import html_table
 
 Document = Mapping[str, Any]

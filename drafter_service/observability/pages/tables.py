@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from drafter_service.observability.pages import svg
+from drafter_service.observability.pages.charts import Frame, chart, rect
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,12 +49,12 @@ def with_bars(heads: Sequence[str], rows: Sequence[Sequence[str]], colors: Mappi
     colors: by heading.
     """
     filled: list[list[Cell]] = [list(row) for row in rows]
-    frame = svg.Frame(100, 6)
+    frame = Frame(100, 6)
     for column, color in [(place, colors[head]) for place, head in enumerate(heads) if head in colors]:
         numbers = [float(row[column].rstrip("x") or 0) for row in rows]
         for row, number in zip(filled, numbers, strict=True):
             text, width = cell_text(row[column]), frame.width * number / max(*numbers, 1e-9)
-            bar = svg.chart(frame, text, [svg.rect(0, 0, width, frame.height, kind=f"bar {color}")], "inline")
+            bar = chart(frame, text, [rect(0, 0, width, frame.height, kind=f"bar {color}")], "inline")
             row[column] = Markup(escape(text) + bar)
     return filled
 

@@ -8,9 +8,16 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from drafter_service.observability.pages import page as pages
-from drafter_service.observability.pages import svg
-from drafter_service.observability.pages.charts import Axis, Series, bar_chart, hover_strip, line_chart
-from drafter_service.observability.pages.svg import Frame, Scale
+from drafter_service.observability.pages.charts import (
+    Axis,
+    Frame,
+    Scale,
+    Series,
+    bar_chart,
+    hover_strip,
+    line_chart,
+    ticks,
+)
 from drafter_service.observability.pages.tables import Cell, Value, cell_text, html_table
 from drafter_service.observability.report import units
 
@@ -133,9 +140,7 @@ def _y_axis(chart: Chart, values: Sequence[float], cell: Cell) -> Axis:
         return Axis(chart.y_title, 0, 1, SHARES)
     least = chart.least if min(values) >= chart.least else 0.0
     largest = max([*values, *([chart.reference[0]] if chart.reference else [])])
-    marks = [
-        least + mark for mark in svg.ticks(max(largest, least + 1e-9) - least, 1.0 if unit is units.count else 0.0)
-    ]
+    marks = [least + mark for mark in ticks(max(largest, least + 1e-9) - least, 1.0 if unit is units.count else 0.0)]
     return Axis(chart.y_title, least, marks[-1], [(mark, unit(mark)) for mark in marks])
 
 

@@ -5,9 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from drafter_service.observability.pages import charts, page, svg, tables
-from drafter_service.observability.pages.charts import Axis, Series
-from drafter_service.observability.pages.svg import Frame
+from drafter_service.observability.pages import charts, page, tables
+from drafter_service.observability.pages.charts import Axis, Frame, Series
 from drafter_service.observability.pages.tables import Markup, Value
 
 
@@ -25,24 +24,24 @@ def test_scales_clip_values_and_accept_an_empty_range():
 
 @pytest.mark.parametrize("largest", [1e-9, 0.3, 1.0, 2.0, 7.0, 10.0, 99.9, 1e6, 3e12])
 def test_ticks_are_few_round_and_reach_the_largest_value(largest):
-    marks = svg.ticks(largest)
+    marks = charts.ticks(largest)
     assert marks[0] == 0
     assert marks[-1] == pytest.approx(largest) or marks[-2] < largest < marks[-1]
-    assert 3 <= len(marks) <= svg.MAX_TICKS + 1
+    assert 3 <= len(marks) <= charts.MAX_TICKS + 1
     assert f"{marks[1]:.0e}"[0] in "125"
 
 
 def test_ticks_without_values_and_of_counts():
-    assert svg.ticks(0.0) == [0.0, 1.0]
-    assert svg.ticks(1.0, min_step=1) == [0.0, 1.0]
+    assert charts.ticks(0.0) == [0.0, 1.0]
+    assert charts.ticks(1.0, min_step=1) == [0.0, 1.0]
 
 
 def test_text_is_escaped_and_markup_is_not():
     evil = '<b>&"'
     escaped = "&lt;b&gt;&amp;&quot;"
-    assert svg.text(evil, 1, 2, kind=evil) == f'<text x="1.0" y="2.0" class="{escaped}">{escaped}</text>'
-    assert svg.circle(1, 2, 3, evil).endswith(f"<title>{escaped}</title></circle>")
-    assert f'aria-label="{escaped}"' in svg.chart(Frame(), evil, [])
+    assert charts.text(evil, 1, 2, kind=evil) == f'<text x="1.0" y="2.0" class="{escaped}">{escaped}</text>'
+    assert charts.circle(1, 2, 3, evil).endswith(f"<title>{escaped}</title></circle>")
+    assert f'aria-label="{escaped}"' in charts.chart(Frame(), evil, [])
     assert tables.html_table((evil,), [(Markup("<i></i>"),), (evil,)]).count(escaped) == 2
     assert "<td><i></i></td>" in tables.html_table(("",), [(Markup("<i></i>"),)])
     for shown in (charts.legend([("green", evil)]), page.card(evil, evil, evil), page.panel(evil, evil, "")):

@@ -50,10 +50,6 @@ def _parts(kind):
     return {kind}.union(*map(_parts, get_args(kind)))
 
 
-def test_defaults_without_any_source():
-    assert loaded() == ServiceConfig()
-
-
 def test_every_setting_is_read_from_flags_environment_and_file(tmp_path):
     values = {key: different(key) for key in LEAVES}
     texts = {key: str(value) for key, value in values.items()}
@@ -121,7 +117,6 @@ def test_integers_may_have_suffixes(tmp_path):
         ({"namespaces.capacities.a": "x"}, "namespaces.capacities.a: 'x' is not a number"),
         ({"namespaces.capacities.a": 5}, "namespaces.capacities.a: a corpus holds 4,096 to"),
         ({"access.key": "x"}, "access: key needs certificate"),
-        ({"access.socket_mode": "999"}, "access: socket_mode must be octal"),
         ({"reports.log_level": "loud"}, "reports.log_level: Input should be 'debug'"),
     ],
 )

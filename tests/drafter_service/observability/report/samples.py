@@ -176,30 +176,24 @@ def spread(table, drafted, accepted, weights):
 
 def history_of(stats, appended, capacity, samples=300, hours=36):
     """Return a history with a period without steps, in which tokens per step grow up to the totals of `stats`."""
-    random = np.random.default_rng(2)
-    parts = np.arange(samples) / samples
-    daytime = np.where((parts > 0.4) & (parts < 0.55), 0.0, 1.2 + np.sin(2 * np.pi * 36 / 24 * parts))
-    work = np.cumsum(daytime * random.uniform(0.5, 1.5, samples))
-    gain = np.cumsum(
-        np.diff(work, prepend=0.0) * (1 - np.exp(-(parts + 0.03) * 3)) * random.uniform(0.85, 1.1, samples)
-    )
-    hit = np.cumsum(np.diff(work, prepend=0.0) * (0.6 + 0.3 * parts) * random.uniform(0.95, 1.05, samples))
-    work, gain, hit = (0.97 * grown / grown[-1] for grown in (work, gain, hit))
+    parts = np.linspace(0, 1, samples)
+    work = np.where(parts < 0.4, parts, np.maximum(0.4, parts - 0.15))
     history = History()
-    for part, worked, gained, hits in zip(parts, work, gain, hit, strict=True):
-        steps, accepted, grown = int(stats.steps * worked), int(stats.accepted * gained), int(appended * worked)
+    for part, worked in zip(parts, 0.97 * work / work[-1], strict=True):
+        steps, accepted, grown = int(stats.steps * worked), int(stats.accepted * worked**1.3), int(appended * worked)
+        learned = min(grown, capacity)
         history.record(
             Sample(
-                NOW - hours * HOUR * (1 - part),
-                steps,
-                steps + accepted,
-                int(stats.hits * hits),
-                int(stats.verified * (0.3 * worked + 0.7 * gained)),
-                accepted,
-                min(grown, capacity),
-                grown,
-                40_000_000 + int(156_000_000 * min(1.0, grown / capacity)),
-                int(600 * worked),
+                time=NOW - hours * HOUR * (1 - part * (samples - 1) / samples),
+                steps=steps,
+                committed=steps + accepted,
+                hits=int(stats.hits * worked**1.1),
+                drafted=int(stats.verified * worked**1.2),
+                accepted=accepted,
+                corpus_tokens=learned,
+                appended_tokens=grown,
+                memory_bytes=40_000_000 + int(156_000_000 * learned / capacity),
+                timeouts=int(600 * worked),
             )
         )
     return history
