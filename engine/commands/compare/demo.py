@@ -61,7 +61,7 @@ PARTS = 10
 SIDECAR_OPTIONS = ("--capacity", "1M")
 LENGTHS_CONFIG = EngineConfig(max_sequences=16)
 """Settings of the untimed run that finds where outputs end."""
-DRAFTER = Row("ssd-remote", "ssd-remote", {"deadline_s": "0.25"}, 0, False, "path")
+DRAFTER = Row("ssd-remote", "ssd-remote", {"deadline_s": "0.25"}, EngineConfig.max_draft, False, "path")
 """Its deadline is so long that a stalled machine causes a slow step and not a missing draft."""
 NOTES = (
     "Each request runs alone, once without drafts and once with them; the corpus of the sidecar starts empty.",
