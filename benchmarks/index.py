@@ -28,7 +28,7 @@ import ssd
 from benchmarks.support import forget_peak, new_parser, peak_bytes, positive, report, resident_bytes
 from benchmarks.support.load import REQUEST_TOKENS, Writer
 from drafter_service.observability.measuring.rounds import Timer
-from drafter_service.settings.quantity import Quantity
+from drafter_service.settings.flags import Quantity
 from ssd.config import DrafterConfig
 from ssd.corpus.memory import trim_heap
 from ssd.replay import RecordedRequest, Recording

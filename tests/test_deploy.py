@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from drafter_service.commands.main import cli
 from drafter_service.observability.facts import Engine, EngineUse
-from drafter_service.observability.metrics.endpoint import MetricsEndpoint
+from drafter_service.observability.metrics import MetricsEndpoint
 from ssd.stats import Stats
-from tests.drafter_service.service_facts import filled_stats, namespace_facts, service_facts
+from tests.drafter_service.observability.report.samples import filled_namespace, filled_stats, service
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -65,7 +65,7 @@ def settings_of(arguments):
 def exported():
     """Return the labels of all exported samples by name."""
     uses = {Engine("vllm/1", "node:1"): EngineUse(Stats(), streams=1)}
-    facts = service_facts(namespace_facts(stats=filled_stats(1), uses=uses))
+    facts = service(filled_namespace(stats=filled_stats(1), uses=uses))
     endpoint = MetricsEndpoint(lambda: facts, "127.0.0.1:0")
     samples = [sample for family in endpoint.registry.collect() for sample in family.samples]
     return {sample.name: {*sample.labels, "instance", "job"} for sample in samples} | {"up": {"instance", "job"}}

@@ -32,7 +32,7 @@ COUNTERS = ("vllm:generation_tokens_total", "vllm:spec_decode_num_accepted_token
 
 def mixed_prompts() -> list[str]:
     """Return prompts of which 30 % repeat an earlier one and 30 % do so with another beginning."""
-    from engine.commands.demo.workload import make_workload
+    from engine.commands.compare.workload import make_workload
 
     return [item.prompt for item in make_workload(all_prompts(), MIXED_REQUESTS, MIXED_SEED)]
 

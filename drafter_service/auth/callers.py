@@ -1,4 +1,4 @@
-"""Callers of the service, their rights in namespaces, and the file that lists them.
+"""Callers of the service, the file that lists them, and checks of their rights in namespaces.
 
     [[caller]]
     name = "team-a"
@@ -17,29 +17,31 @@ Several entries may have the same name, so that a token can be replaced while th
 contains hashes of tokens; they are safe because tokens are long and random, as `ssd-drafter token` makes them.
 
 A check depends only on the caller's rights and the requested name, and precedes every lookup. So neither the text nor
-the duration of a refusal reveals whether a namespace exists.
-"""
+the duration of a refusal reveals whether a namespace exists."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import stat
+import time
 import tomllib
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Flag, auto
 from fnmatch import fnmatchcase
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol
 
 import grpc
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from drafter_service.auth.watched import read_file
+from drafter_service.auth.watched import Watched, read_file
+from drafter_service.settings.tree import AccessConfig
 from ssd.errors import UserError
 
 MAX_NAME_SHOWN = 80
@@ -124,6 +126,12 @@ class Entry(BaseModel):
     token_sha256: Sha256 | None = None
     certificate: Printable | None = None
 
+    @model_validator(mode="after")
+    def _has_one_identity(self) -> Entry:
+        if (self.token_sha256 is None) == (self.certificate is None):
+            raise ValueError("give either token_sha256 or certificate")
+        return self
+
     @property
     def caller(self) -> Caller:
         """The caller that the entry describes."""
@@ -183,19 +191,13 @@ def parse_callers(text: str, *, certificates: bool) -> list[Entry]:
     except ValidationError as problem:
         # The message does not quote values: one may be a token that was written in place of its hash.
         first = problem.errors(include_url=False)[0]
-        raise UserError(f"{_key_of(first['loc'])}: {first['msg']}") from None
+        raise UserError(f"{_key_of(first['loc'])}: {first['msg'].removeprefix('Value error, ')}") from None
     for index, entry in enumerate(entries):
-        _check_identity(f"caller[{index}]", entry, certificates=certificates)
+        if entry.certificate is not None and not certificates:
+            raise UserError(f"caller[{index}].certificate: clients present certificates only if client_ca is set")
     for field in ("token_sha256", "certificate"):
         _check_uniqueness(field, [getattr(entry, field) for entry in entries])
     return entries
-
-
-def _check_identity(key: str, entry: Entry, *, certificates: bool) -> None:
-    if (entry.token_sha256 is None) == (entry.certificate is None):
-        raise UserError(f"{key}: give either token_sha256 or certificate")
-    if entry.certificate is not None and not certificates:
-        raise UserError(f"{key}.certificate: clients present certificates only if client_ca is set")
 
 
 def _check_uniqueness(field: str, values: list[str | None]) -> None:
@@ -208,3 +210,90 @@ def _check_uniqueness(field: str, values: list[str | None]) -> None:
 def _key_of(location: tuple[int | str, ...]) -> str:
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     return "".join(parts).removeprefix(".") or "the file"
+
+
+# --- Calls
+
+SAN = "x509_subject_alternative_name"
+COMMON_NAME = "x509_common_name"
+NO_TOKEN = "a bearer token is needed; give --token-file, `ClientAccess.token` or the metadata `authorization`"
+
+
+class Context(Protocol):
+    """The part of gRPC's `ServicerContext` that is used here."""
+
+    def invocation_metadata(self) -> Any:
+        """Return pairs of strings, or None."""
+
+    def auth_context(self) -> Any:
+        """Return the properties of the peer that TLS has verified."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """End the call by raising an exception."""
+        raise NotImplementedError
+
+
+class AccessControl:
+    """Checks the rights of callers.
+
+    Without a callers file everybody who can connect has every right: whoever the permissions of the Unix socket admit,
+    every user of the machine on loopback, and with `client_ca` every client with a certificate.
+    """
+
+    def __init__(self, config: AccessConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Read the callers file. Raises UserError if it is unusable; later invalid changes are logged and ignored."""
+        self._callers: Watched[Callers] | None = None
+        if config.callers is not None:
+            read = partial(read_callers, config.callers, certificates=config.client_ca is not None)
+            self._callers = Watched([config.callers], read, clock=clock)
+
+    @asynccontextmanager
+    async def authorize(self, context: Context) -> AsyncIterator[AuthorizedCall]:
+        """Identify the caller. An AccessDeniedError, also one raised in the block, ends the call with its status."""
+        try:
+            yield AuthorizedCall(context, self._callers)
+        except AccessDeniedError as denied:
+            await context.abort(denied.code, str(denied))
+
+
+class AuthorizedCall:
+    """One call or stream and its caller. Rights are those in the callers file at the time of each check."""
+
+    def __init__(self, context: Context, callers: Watched[Callers] | None) -> None:
+        """Identify the caller. Raises UnauthenticatedError, also for malformed credentials."""
+        given = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
+        scheme, _, token = given[0].partition(" ") if given else ("bearer", "", "")
+        if len(given) > 1 or scheme.lower() != "bearer" or bool(given) != bool(token):
+            raise UnauthenticatedError("give one authorization of the form: Bearer TOKEN")
+        self._token_sha256 = sha256_of(token) if token else None
+        peer = context.auth_context()
+        self._names = [name.decode(errors="replace") for key in (SAN, COMMON_NAME) for name in peer.get(key, ())]
+        """Names in the certificate that TLS has verified: subject alternative names, then the common name."""
+        self._callers = callers
+        self._known: Callers | None = None
+        self._caller = EVERYBODY
+        self._update()
+
+    @property
+    def caller(self) -> Caller:
+        """The caller. Raises UnauthenticatedError if it has been removed from the callers file."""
+        self._update()
+        return self._caller
+
+    def require(self, right: Right, namespace: str) -> None:
+        """Raise AccessDeniedError unless the caller has all of `right` in `namespace`, which need not exist."""
+        self.caller.require(right, namespace)
+
+    def _update(self) -> None:
+        """Identify the caller if the callers file has changed. A token takes precedence over a certificate, valid or
+        not."""
+        if self._callers is None or (known := self._callers.current()) is self._known:
+            return
+        if self._token_sha256 is not None:
+            caller, reason = known.with_token(self._token_sha256), "the bearer token is not known"
+        else:
+            caller = known.with_certificate(self._names)
+            reason = "the certificate names no known caller" if self._names else NO_TOKEN
+        if caller is None:
+            raise UnauthenticatedError(reason)
+        self._caller, self._known = caller, known

@@ -49,35 +49,6 @@ def check_exposure(address: Address, config: AccessConfig) -> None:
         )
 
 
-# --- TLS
-
-
-class _Pem(NamedTuple):
-    key: bytes
-    certificate: bytes
-    client_ca: bytes | None
-
-    def configuration(self) -> grpc.ServerCertificateConfiguration:
-        pair = (self.key, self.certificate)
-        return grpc.ssl_server_certificate_configuration([pair], root_certificates=self.client_ca)
-
-
-class _Renewal:
-    """Callback of gRPC for each new connection."""
-
-    def __init__(self, files: Watched[_Pem], served: _Pem) -> None:
-        self._files = files
-        self._served = served
-
-    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the certificates if they have changed. gRPC takes ownership, so the object is always new."""
-        pem = self._files.current()
-        if pem is self._served:
-            return None
-        self._served = pem
-        return pem.configuration()
-
-
 def server_credentials(config: AccessConfig) -> grpc.ServerCredentials | None:
     """Return credentials for `add_secure_port`; None without TLS. Changed files apply to the next connection.
 
@@ -89,10 +60,27 @@ def server_credentials(config: AccessConfig) -> grpc.ServerCredentials | None:
     paths = [path for path in (certificate, key, client_ca) if path is not None]
     # Checking three files is cheap compared with a connection.
     files = Watched(paths, lambda: _read_pem(certificate, key, client_ca), check_interval_s=0)
-    first = files.current()
+    served = files.current()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        """Return the certificates if they have changed. gRPC takes ownership, so the object is always new."""
+        nonlocal served
+        before, served = served, files.current()
+        return None if served is before else served.configuration()
+
     return grpc.dynamic_ssl_server_credentials(
-        first.configuration(), _Renewal(files, first), require_client_authentication=client_ca is not None
+        served.configuration(), renewed, require_client_authentication=client_ca is not None
     )
+
+
+class _Pem(NamedTuple):
+    key: bytes
+    certificate: bytes
+    client_ca: bytes | None
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        pair = (self.key, self.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=self.client_ca)
 
 
 def _read_pem(certificate: Path, key: Path, client_ca: Path | None) -> _Pem:

@@ -19,7 +19,7 @@ from drafter_service.client.connection import RefusedError
 from drafter_service.client.identity import process_name
 from drafter_service.client.pending import PendingRequests, Phase, Send
 from drafter_service.client.sequences import TOKEN_BYTES, RemoteSequence, Sequences
-from drafter_service.observability.version import own_version
+from drafter_service.observability.process import own_version
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
     MAX_STEP_TIMES,

@@ -1,10 +1,14 @@
-"""Commands for a running service: health, namespaces, forget, snapshot, drop."""
+"""Commands for a running service: health, namespaces, forget, snapshot, drop; and `token`, for its callers."""
 
 from __future__ import annotations
+
+import json
 
 import click
 
 from drafter_service.commands.link import Link, connection_options
+from drafter_service.settings.flags import FlagCommand
+from ssd.errors import UserError
 
 HEALTH_TIMEOUT_S = 3.0
 HEALTH_INTERVAL_S = 0.2
@@ -16,7 +20,7 @@ TABLE_WIDTH = 1000
 them."""
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @click.option("--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Wait for a starting service.")
 @connection_options
 def health(wait: float, link: Link) -> None:
@@ -56,7 +60,7 @@ def health(wait: float, link: Link) -> None:
     click.echo("serving")
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @connection_options
 def namespaces(link: Link) -> None:
     """List the namespaces, including those on disk."""
@@ -83,7 +87,7 @@ def namespaces(link: Link) -> None:
     Console(width=TABLE_WIDTH).print(table if found else "no namespaces yet")
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @click.argument("namespace")
 @click.option("--request", help="Forget what was learned under this name.")
 @click.option("--older-than", type=click.FloatRange(0), metavar="SECONDS", help="Forget text that is older than this.")
@@ -125,7 +129,7 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
         raise click.exceptions.Exit(1)
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @click.option("--namespace", default="", help="Save this namespace only.", show_default=False)
 @connection_options
 def snapshot(namespace: str, link: Link) -> None:
@@ -144,7 +148,7 @@ def snapshot(namespace: str, link: Link) -> None:
         )
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @click.argument("namespace")
 @click.option("--set-aside", is_flag=True, help="Delete only its damaged files that were set aside.")
 @click.option("--yes", is_flag=True, help="Delete without asking.")
@@ -164,3 +168,53 @@ def drop(namespace: str, set_aside: bool, yes: bool, link: Link) -> None:
     with link.stub() as (stub, metadata):
         deleted = stub.DropNamespace(request, metadata=metadata).set_aside_files
     click.echo(f"deleted {', '.join(deleted) or 'nothing'}" if set_aside else f"dropped {namespace}")
+
+
+TOKEN_BYTES = 32
+
+
+def _split(_context: click.Context, _parameter: click.Parameter, value: str) -> list[str]:
+    return [part.strip() for part in value.split(",")]
+
+
+@click.command()
+@click.option("--name", required=True, help="Name of the caller, shown in errors.")
+@click.option(
+    "--namespaces",
+    required=True,
+    metavar="PATTERN,...",
+    callback=_split,
+    help="Patterns of namespaces, such as 'team-a-*,shared'.",
+)
+@click.option(
+    "--rights",
+    default="read,learn",
+    metavar="RIGHT,...",
+    callback=_split,
+    help="read: draft. learn: add text. admin: forget, drop, snapshot.",
+)
+def token(name: str, namespaces: list[str], rights: list[str]) -> None:
+    """Make a bearer token.
+
+    The token is printed to stdout and not stored anywhere; its entry for the callers file is printed to stderr.
+    """
+    import secrets
+
+    from drafter_service.auth.callers import parse_callers, sha256_of
+
+    secret = secrets.token_urlsafe(TOKEN_BYTES)
+    entry = _entry(name, namespaces, rights, sha256_of(secret))
+    try:
+        parse_callers(entry, certificates=False)
+    except (UserError, ValueError) as problem:
+        raise UserError(str(problem).replace("caller[0].", "--", 1)) from None
+    click.echo("# Append to the callers file of the service; the token itself is on stdout.", err=True)
+    click.echo(entry, err=True)
+    click.echo(secret)
+
+
+def _entry(name: str, namespaces: list[str], rights: list[str], token_sha256: str) -> str:
+    # In TOML, strings and lists of strings are written as in JSON.
+    fields = {"name": name, "token_sha256": token_sha256, "namespaces": namespaces, "rights": rights}
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items()]
+    return "\n".join(["[[caller]]", *lines])

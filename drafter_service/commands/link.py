@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import click
-
-DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
-"""Default address of `ssd-drafter serve`."""
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
+from drafter_service.settings import DEFAULT_ADDRESS
+from drafter_service.settings.flags import File, Flag, takes
 
 
-ACCESS_OPTIONS = (
-    click.option("--token-file", type=_FILE, help="File with a bearer token."),
-    click.option("--key", type=_FILE, help="Private key of --certificate."),
-    click.option("--certificate", type=_FILE, help="Certificate of the caller, for mutual TLS."),
-    click.option("--ca", type=_FILE, help="CAs of the service's certificate; enables TLS."),
-)
+@dataclass(frozen=True)
+class AccessFiles:
+    """Files for authentication."""
+
+    ca: File | None = None
+    """CAs of the service's certificate; enables TLS."""
+    certificate: File | None = None
+    """Certificate of the caller, for mutual TLS."""
+    key: File | None = None
+    """Private key of --certificate."""
+    token_file: File | None = None
+    """File with a bearer token."""
 
 
-def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the connection options to a command, passed as one argument `link`."""
-
-    @functools.wraps(command)
-    def with_link(
-        *args: Any,
-        address: str,
-        ca: Path | None,
-        certificate: Path | None,
-        key: Path | None,
-        token_file: Path | None,
-        **options: Any,
-    ) -> Any:
-        return command(*args, link=Link(address, ca, certificate, key, token_file), **options)
-
-    address = click.option("--address", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="Address of the service.")
-    return address(access_options(with_link))
-
-
-def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of authentication to a command."""
-    for option in ACCESS_OPTIONS:
-        command = option(command)
-    return command
-
-
-class Link:
+@dataclass(frozen=True)
+class Link(AccessFiles):
     """Address of a service and the files for authentication. Nothing is opened yet."""
 
-    def __init__(
-        self, address: str, ca: Path | None, certificate: Path | None, key: Path | None, token: Path | None
-    ) -> None:
-        self.address = address
-        self._files = ca, certificate, key, token
+    address: Annotated[str, Flag(metavar="ADDRESS")] = DEFAULT_ADDRESS
+    """Address of the service."""
 
     def connector(self) -> Any:
         """Return the `Connector` for the address and files. Raises UserError for unusable files."""
@@ -65,9 +38,8 @@ class Link:
         from drafter_service.transport.address import Address
         from ssd.errors import UserError
 
-        ca, certificate, key, token = self._files
         try:
-            access = ClientAccess(ca=ca, certificate=certificate, key=key, token=token)
+            access = ClientAccess(self.ca, self.certificate, self.key, self.token_file)
         except ValueError as problem:
             raise UserError(f"--{problem}") from None
         return Connector(Address.parse(self.address), access)
@@ -104,3 +76,7 @@ class Link:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             return absence(self.address, system_error(details))
         return f"the drafter at {self.address} refused: {details}"
+
+
+connection_options = takes(Link, "link")
+"""Decorator that adds the connection options to a command, passed as one argument `link`."""

@@ -6,12 +6,11 @@ from typing import Any
 
 import click
 
-from drafter_service.commands.admin import drop, forget, health, namespaces, snapshot
+from drafter_service.commands.admin import drop, forget, health, namespaces, snapshot, token
 from drafter_service.commands.advise.command import advise
 from drafter_service.commands.conformance.command import conformance
 from drafter_service.commands.report import report
 from drafter_service.commands.serve import serve
-from drafter_service.commands.token import token
 from drafter_service.commands.warm import warm
 from ssd.errors import exit_with_message
 

@@ -18,13 +18,12 @@ def check_writable(path: Path) -> None:
 
     Commands that work for minutes call this before they begin.
     """
-    new = None if path.exists() else path.resolve()
+    from drafter_service.observability.measuring.results import try_writing
+
     try:
-        path.open("a").close()
+        try_writing(path)
     except OSError as problem:
         raise _failure(path, problem) from None
-    if new is not None:
-        new.unlink()
 
 
 def write(path: Path, text: str, mode: int = 0o666) -> None:

@@ -9,6 +9,7 @@ import click
 
 from drafter_service.commands.link import Link, connection_options
 from drafter_service.commands.output import OWNER_ONLY, write
+from drafter_service.settings.flags import FlagCommand
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 10.0
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @connection_options
 @click.option("--namespace", default="", metavar="NAME", help="Report on this namespace only.", show_default=False)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts.")

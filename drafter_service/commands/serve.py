@@ -8,11 +8,7 @@ from typing import Any
 
 import click
 
-from drafter_service.commands.link import DEFAULT_ADDRESS
-from drafter_service.settings.quantity import Quantity
-from ssd.config import MAX_DRAFT
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
+from drafter_service.settings.flags import File, FlagCommand, Number, option, with_flags
 
 FLAGS = {
     "listen": "listen",
@@ -32,44 +28,37 @@ FLAGS = {
     "log_format": "reports.log_format",
 }
 """Setting of each flag; the other settings have none. The value of a flag that is not given is None."""
+SUFFIXED = ("capacity", "memory_limit")
+"""Flags that are usually given with a suffix, such as 16M."""
 
 
-@click.command()
-@click.option("--config", type=_FILE, help="TOML file with settings; flags and SSD_DRAFTER_... variables override it.")
-@click.option("--listen", metavar="ADDRESS", help=f"unix:/path or host:port.  [default: {DEFAULT_ADDRESS}]")
-@click.option("--capacity", type=Quantity(), help="Tokens that a namespace remembers.  [default: 16M]")
-@click.option(
-    "--max-draft",
-    type=int,
-    help=f"Maximum number of tokens in a draft; the drafters support up to {MAX_DRAFT}.  [default: 32]",
-)
-@click.option("--memory-limit", type=Quantity(), help="Maximum bytes of all loaded namespaces.  [default: 4G]")
-@click.option(
-    "--snapshot-folder", type=click.Path(file_okay=False, path_type=Path), help="Folder that stores the namespaces."
-)
-@click.option("--log", metavar="URL", help="Address of the log that replicas share, redis://...")
-@click.option("--metrics", metavar="HOST:PORT", help="Address of the metrics for Prometheus.")
-@click.option("--certificate", type=_FILE, help="The service's certificate; enables TLS.")
-@click.option("--key", type=_FILE, help="Private key of --certificate.")
-@click.option("--client-ca", type=_FILE, help="CAs of the callers' certificates, which are then required.")
-@click.option("--callers", type=_FILE, help="TOML file with callers and their rights (see ssd-drafter token).")
-@click.option("--allow-plaintext", is_flag=True, default=None, help="Listen on a network without TLS.")
-@click.option("--socket-mode", metavar="OCTAL", help="Permissions of a Unix socket.  [default: 0600]")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="[default: info]")
-@click.option("--log-format", type=click.Choice(["console", "json"]), help="[default: console]")
+def _setting_flags() -> list[click.Option]:
+    """Return an option for each of `FLAGS`: its help is the first sentence of the setting's meaning."""
+    from drafter_service.settings.tree import SETTINGS
+
+    options = [option("config", File, "TOML file with settings; flags and SSD_DRAFTER_... variables override it.")]
+    for name, key in FLAGS.items():
+        setting = SETTINGS.settings[key]
+        first, default = setting.meaning.partition(". ")[0].rstrip("."), setting.default
+        shown = f"  [default: {default if isinstance(default, str) else f'{default:,}'}]" if default else ""
+        options.append(option(name, Number if name in SUFFIXED else setting.kind, f"{first}.{shown}"))
+    return options
+
+
+@click.command(cls=FlagCommand)
+@with_flags(_setting_flags)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, such as limits.streams=64.")
 @click.option("--print-config", is_flag=True, help="Print all settings and their meanings as TOML, and exit.")
 def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **flags: Any) -> None:
     """Serve drafts to engines until SIGINT or SIGTERM."""
     import asyncio
 
-    from drafter_service.settings.load import load_settings, read_assignments
-    from drafter_service.settings.printed import to_toml
+    from drafter_service.settings.tree import SETTINGS, load_settings, read_assignments
 
     given = {FLAGS[name]: value for name, value in flags.items() if value is not None}
     tree = load_settings(config, read_assignments(settings) | given)
     if print_config:
-        click.echo(to_toml(tree), nl=False)
+        click.echo(SETTINGS.to_toml(tree), nl=False)
         return
     from drafter_service.observability.logs import configure_logs
     from drafter_service.server.startup import run_service

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
+from drafter_service.settings.flags import Flag, takes
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,50 +21,47 @@ if TYPE_CHECKING:
     from drafter_service.ingest.files import File
     from drafter_service.ingest.reading import Reading
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 EXCERPT_CHARS = 70
 
 
-def source_options(command: F) -> F:
-    """Add `sources`, `more_sources`, `tokenizer`, `fields`, `text`, `dry_run` and `quiet` to a command."""
-    options = (
-        click.option(
-            "--from",
-            "sources",
-            required=True,
-            multiple=True,
-            metavar="PATH_OR_URL...",
-            help="Files, folders, globs, URLs (s3://, gs://, https://), pipes, or - for standard input: logs as JSON, "
-            "CSV, Parquet or Arrow, source code and prose, token arrays (.npy, .npz), snapshots; compressed, too.",
-        ),
-        click.argument("more_sources", nargs=-1, metavar=""),
-        click.option(
-            "--tokenizer",
-            type=click.Path(path_type=Path),
-            help="Folder of the target model, with its tokenizer.json; needed for text.",
-        ),
-        click.option(
-            "--field",
-            "fields",
-            multiple=True,
-            metavar="PATH",
-            help="Field or column to read, such as answer, meta.answer, choices[].text (of all elements), "
-            "choices.0.text, or turns[].content; it may be a message or a list of messages, too. If repeated, the last "
-            "one is the output and the others are its prompt.  [default: known formats]",
-        ),
-        click.option("--text", is_flag=True, help="Read every file as text, and learn all of it, whatever its format."),
-        click.option(
-            "--dry-run",
-            is_flag=True,
-            help="Read everything, show what is found and what would be skipped, and stop. Needs no service. Ctrl-C "
-            "shows what was found so far.",
-        ),
-        click.option("--quiet", is_flag=True, help="Show no excerpts of what is found."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+@dataclass(frozen=True)
+class SourceFlags:
+    """Which logs are read, and how."""
+
+    sources: Annotated[tuple[str, ...], Flag("--from", "PATH_OR_URL...")]
+    """Files, folders, globs, URLs (s3://, gs://, https://), pipes, or - for standard input: logs as JSON, CSV, Parquet
+    or Arrow, source code and prose, token arrays (.npy, .npz), snapshots; compressed, too."""
+    tokenizer: Path | None = None
+    """Folder of the target model, with its tokenizer.json; needed for text."""
+    fields: Annotated[tuple[str, ...], Flag("--field", "PATH")] = ()
+    """Field or column to read, such as answer, meta.answer, choices[].text (of all elements), choices.0.text, or
+    turns[].content; it may be a message or a list of messages, too. If repeated, the last one is the output and the
+    others are its prompt.  [default: known formats]"""
+    text: bool = False
+    """Read every file as text, and learn all of it, whatever its format."""
+    dry_run: bool = False
+    """Read everything, show what is found and what would be skipped, and stop. Needs no service. Ctrl-C shows what was
+    found so far."""
+    quiet: bool = False
+    """Show no excerpts of what is found."""
+
+    def reading(
+        self, more: tuple[str, ...], *, whole_prompts: bool, has_origins: bool = False
+    ) -> tuple[list[File], Reading]:
+        """Return the files, `more` included, and how they are read. Raises UserError."""
+        from drafter_service.ingest.files import list_files
+        from drafter_service.ingest.reading import Reading, Vocabulary
+
+        files = list_files((*self.sources, *more))
+        vocabulary = Vocabulary(self.tokenizer) if self.tokenizer else None
+        return files, Reading(
+            vocabulary, self.fields, whole_prompts=whole_prompts, has_origins=has_origins, as_text=self.text
+        )
+
+
+def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `given`, a `SourceFlags`, and `more_sources` to a command."""
+    return takes(SourceFlags, "given")(click.argument("more_sources", nargs=-1, metavar="")(command))
 
 
 def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
 from drafter_service.commands.link import Link, connection_options
 from drafter_service.commands.sources import (
     Excerpts,
+    SourceFlags,
     counts_of,
     listed,
     preview,
     skipped_table,
     source_options,
 )
-from drafter_service.settings.quantity import Quantity
+from drafter_service.settings.flags import File as FilePath
+from drafter_service.settings.flags import Flag, FlagCommand, Number, takes
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,46 +34,32 @@ IN_USE = (
 )
 
 
-@click.command()
+@dataclass(frozen=True)
+class WarmFlags:
+    """What learns."""
+
+    snapshot: FilePath | None = None
+    """Learn into this snapshot file."""
+    capacity: Number | None = None
+    """Capacity of the snapshot in tokens.  [default: that of an existing snapshot, or 16M]"""
+    namespace: Annotated[str | None, Flag(metavar="NAME")] = None
+    """Learn into this namespace of the running service.  [default: that of engines with the model in --tokenizer]"""
+    shadow: bool = False
+    """Let the service score each request first: `ssd-drafter report` shows the gain."""
+
+
+@click.command(cls=FlagCommand)
 @source_options
-@click.option("--snapshot", type=click.Path(path_type=Path, dir_okay=False), help="Learn into this snapshot file.")
-@click.option(
-    "--capacity",
-    type=Quantity(),
-    help="Capacity of the snapshot in tokens.  [default: that of an existing snapshot, or 16M]",
-)
-@click.option(
-    "--namespace",
-    metavar="NAME",
-    help="Learn into this namespace of the running service.  [default: that of engines with the model in --tokenizer]",
-)
-@click.option(
-    "--shadow", is_flag=True, help="Let the service score each request first: `ssd-drafter report` shows the gain."
-)
+@takes(WarmFlags)
 @connection_options
-def warm(
-    sources: tuple[str, ...],
-    more_sources: tuple[str, ...],
-    snapshot: Path | None,
-    capacity: int | None,
-    namespace: str | None,
-    tokenizer: Path | None,
-    fields: tuple[str, ...],
-    text: bool,
-    dry_run: bool,
-    quiet: bool,
-    shadow: bool,
-    link: Link,
-) -> None:
+def warm(given: SourceFlags, more_sources: tuple[str, ...], options: WarmFlags, link: Link) -> None:
     """Learn from logs and text before the first requests."""
-    from drafter_service.ingest.files import list_files
-    from drafter_service.ingest.reading import Reading, Vocabulary
     from drafter_service.server.store import exclusive_use, folder_of
 
-    files = list_files((*sources, *more_sources))
-    vocabulary = Vocabulary(tokenizer) if tokenizer else None
-    reading = Reading(vocabulary, fields, whole_prompts=shadow, as_text=text)
-    if dry_run:
+    snapshot, namespace, tokenizer, quiet = options.snapshot, options.namespace, given.tokenizer, given.quiet
+    capacity, shadow = options.capacity, options.shadow
+    files, reading = given.reading(more_sources, whole_prompts=shadow)
+    if given.dry_run:
         preview(files, reading, quiet=quiet)
         return
     if shadow and snapshot is not None:

@@ -1,20 +1,20 @@
 """Structured logs to stderr: events with numbers, names of namespaces, and settings of the operator.
 
-No text of callers reaches a line. The service's modules pass none to a logger; exceptions are logged by type and
-location, since their messages may quote a request, and messages of libraries without their arguments. Modules log
-through `structlog.get_logger(__name__)`, or through `logging` if they must not depend on structlog.
+No text of callers reaches a line. The service's modules pass none to a logger. Exceptions and warnings are logged by
+type and location, since their messages may quote a request; of libraries' messages only the format is logged, without
+its arguments, or the location of one that was formatted before. Modules log through `structlog.get_logger(__name__)`,
+or through `logging` if they must not depend on structlog.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import threading
 import traceback
 from pathlib import PurePath
 from types import TracebackType
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import structlog
 from structlog.stdlib import ProcessorFormatter
@@ -23,9 +23,6 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 OWN_LOGGERS = ("drafter_service", "ssd")
 Level = Literal["debug", "info", "warning", "error"]
 Style = Literal["json", "console"]
-
-QUOTED = re.compile(r"""[('"<{\[\n]""")
-"""Beginning of values, of tasks with their arguments, and of further lines, in messages of libraries."""
 
 
 def configure_logs(style: Style = "console", level: Level = "info", stream: TextIO | None = None) -> None:
@@ -47,9 +44,10 @@ def configure_logs(style: Style = "console", level: Level = "info", stream: Text
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         ProcessorFormatter(
-            processors=[_without_quotations, ProcessorFormatter.remove_processors_meta, renderer],
+            processors=[_without_values, ProcessorFormatter.remove_processors_meta, renderer],
             foreign_pre_chain=annotations,
             use_get_message=False,
+            pass_foreign_args=True,
         )
     )
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -69,14 +67,12 @@ def _log_uncaught(kind: type[BaseException], problem: BaseException | None, trac
     structlog.get_logger(__name__).error("uncaught exception", exc_info=(kind, problem, trace))
 
 
-def _without_quotations(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Reduce exceptions to type and location, and messages of libraries to their constant beginning."""
+def _without_values(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Reduce exceptions to type and location, and messages of libraries to what is constant."""
     record, exc_info = event["_record"], event.pop("exc_info", None)
     event.pop("stack_info", None)
     if not event["_from_structlog"]:
-        root = record.name.partition(".")[0]
-        message = record.getMessage() if root in (*OWN_LOGGERS, "py") else str(record.msg)
-        event["event"] = message if root in OWN_LOGGERS else QUOTED.split(message)[0].strip()
+        event["event"] = _constant_part(record, event.pop("positional_args"))
     problem = exc_info[1] if isinstance(exc_info, tuple) else exc_info if exc_info is not True else sys.exc_info()[1]
     if isinstance(problem, BaseException):
         event["raised"] = type(problem).__name__
@@ -85,6 +81,15 @@ def _without_quotations(_logger: WrappedLogger, _method: str, event: EventDict) 
         event["raised_at"] = _places(problem)
     # A line break or a terminal's escape could forge a line of the log.
     return {key: _printable(value) if isinstance(value, str) else value for key, value in event.items()}
+
+
+def _constant_part(record: logging.LogRecord, args: Any) -> str:
+    root, message = record.name.partition(".")[0], str(record.msg)
+    if root in (*OWN_LOGGERS, "py"):
+        message = message % args if args else message
+        # A warning begins with its place and its type.
+        return message if root in OWN_LOGGERS else ": ".join(message.split(": ")[:2])
+    return message if args else f"message at {PurePath(record.pathname).name}:{record.lineno}"
 
 
 def _printable(text: str) -> str:

@@ -1,9 +1,10 @@
-"""Memory and limits of this process."""
+"""Memory and limits of this process, and the version of this distribution."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 STATM = Path("/proc/self/statm")
@@ -28,3 +29,11 @@ def allow_files(number: int) -> bool:
     wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     return wanted >= number
+
+
+def own_version() -> str:
+    """Return the version of the installed distribution; "unknown" in a source tree that is not installed."""
+    try:
+        return version("ssd-drafter")
+    except PackageNotFoundError:
+        return "unknown"

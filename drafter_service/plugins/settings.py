@@ -6,21 +6,22 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator
 
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client.client import DEADLINE_S
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
+from drafter_service.settings.schema import Schema
 from drafter_service.settings.tree import Seconds
 from drafter_service.transport.address import Address
-from drafter_service.transport.wire import WireError, check_engine_name
+from drafter_service.transport.wire import check_engine_name
 from ssd.config import DrafterConfig
 from ssd.corpus.ring import MAX_CAPACITY, MIN_CAPACITY
 from ssd.errors import UserError
@@ -31,15 +32,29 @@ VARIABLE = "SSD_PLUGIN"
 EMBEDDED = "embedded"
 
 
+def _checked_address(text: str) -> str:
+    try:
+        if text != EMBEDDED:
+            Address.parse(text)
+    except UserError as problem:
+        raise ValueError(str(problem)) from None
+    return text
+
+
+def _checked_name(text: str) -> str:
+    check_engine_name(text)
+    return text
+
+
 @dataclass(frozen=True)
 class PluginSettings:
-    """The settings that users give to a plug-in (`KEYS`), and the host that it serves."""
+    """The settings that users give to a plug-in, and the host that it serves."""
 
-    sidecar: str = "unix:/tmp/ssd-drafter.sock"
+    sidecar: Annotated[str, AfterValidator(_checked_address)] = "unix:/tmp/ssd-drafter.sock"
     """Address of the sidecar, or "embedded" for a corpus in the host's process."""
     namespace: str = ""
     """Namespace of requests without cache salt; "" for one named after the model."""
-    engine: str = ""
+    engine: Annotated[str, AfterValidator(_checked_name)] = ""
     """Name of this engine in the sidecar's reports and metrics; "" for machine and process id."""
     folder: Path | None = None
     """Folder with the model's `tokenizer.json` and `config.json`; None: the one that the host loads, if it has them."""
@@ -62,7 +77,7 @@ class PluginSettings:
     """Name and version of the host, such as "vllm/0.32.0"."""
 
 
-KEYS = tuple(each.name for each in fields(PluginSettings) if each.name not in ("model", "host"))
+SETTINGS = Schema(PluginSettings, without=("model", "host"))
 
 
 def host_settings(
@@ -82,42 +97,18 @@ def host_settings(
 
 
 def read_settings(given: Mapping[str, Any], *, deadline_s: float = DEADLINE_S) -> PluginSettings:
-    """Return the settings in `given`, and of the other `KEYS` those in `VARIABLE`, where all values are as in JSON.
+    """Return the settings in `given`, and the others of those in `VARIABLE`, where all values are as in JSON.
 
-    deadline_s: default of that setting. Raises UserError that names the key, or says that `VARIABLE` is not JSON.
+    deadline_s: default of that setting. Raises UserError that names the key, or says that `VARIABLE` is no JSON object.
     """
     try:
-        from_environment = json.loads(os.environ.get(VARIABLE) or "{}")
-        settings_from(from_environment)
+        variable = json.loads(os.environ.get(VARIABLE) or "{}")
     except ValueError as problem:
         raise UserError(f"environment variable {VARIABLE} is not JSON: {problem}") from None
-    except UserError as problem:
-        raise UserError(f"environment variable {VARIABLE}: {problem}") from None
-    return settings_from({"deadline_s": deadline_s, **from_environment, **given})
-
-
-def settings_from(values: Any) -> PluginSettings:
-    """Return settings from values by the names of `KEYS`. Raises UserError that names the key."""
-    if not isinstance(values, Mapping):
-        raise UserError(f"settings must be an object with keys of {', '.join(KEYS)}, not {type(values).__name__}")
-    unknown = sorted(set(values) - set(KEYS))
-    if unknown:
-        raise UserError(f"unknown setting {unknown[0]!r}; there are {', '.join(KEYS)}")
-    try:
-        settings = TypeAdapter(PluginSettings).validate_python(dict(values))
-    except ValidationError as problem:
-        error = problem.errors(include_url=False)[0]
-        raise UserError(f"setting {'.'.join(map(str, error['loc']))}: {error['msg']}") from None
-    if settings.sidecar != EMBEDDED:
-        try:
-            Address.parse(settings.sidecar)
-        except UserError as problem:
-            raise UserError(f"setting sidecar: {problem}") from None
-    try:
-        check_engine_name(settings.engine)
-    except WireError as problem:
-        raise UserError(f"setting {problem}") from None
-    return settings
+    if not isinstance(variable, dict):
+        raise UserError(f"environment variable {VARIABLE} must be an object, not {type(variable).__name__}")
+    layers = {"default": {"deadline_s": deadline_s}, f"environment variable {VARIABLE}": variable, "settings": given}
+    return SETTINGS.load(layers)
 
 
 def name_and_version(package: str) -> str:

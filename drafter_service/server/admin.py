@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from drafter_service.auth.callers import Right
-from drafter_service.auth.control import AccessControl, AuthorizedCall
+from drafter_service.auth.callers import AccessControl, AuthorizedCall, Right
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.server.namespaces import NamespaceError, Namespaces
 from drafter_service.server.requests import default_namespace, read_model

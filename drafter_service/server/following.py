@@ -11,8 +11,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from drafter_service.auth.callers import Right
-from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
+from drafter_service.auth.callers import AccessControl, AuthorizedCall, Context, Right
 from drafter_service.server.namespace import ClosedError, StreamHandle
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import default_namespace, read_model

@@ -9,7 +9,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from drafter_service.auth.control import AccessControl
+from drafter_service.auth.callers import AccessControl
 from drafter_service.auth.listening import listen
 from drafter_service.observability.process import allow_files
 from drafter_service.settings.tree import ServiceConfig

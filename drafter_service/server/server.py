@@ -17,9 +17,8 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
-from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
-from drafter_service.observability.process import resident_bytes
-from drafter_service.observability.version import own_version
+from drafter_service.observability.metrics import MetricsEndpoint, facts_from_loop
+from drafter_service.observability.process import own_version, resident_bytes
 from drafter_service.replication.replicas import Replication
 from drafter_service.server.admin import Admin
 from drafter_service.server.disk import LoadError

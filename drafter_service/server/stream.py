@@ -11,8 +11,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from drafter_service.auth.callers import Caller, Right
-from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
+from drafter_service.auth.callers import AccessControl, AuthorizedCall, Caller, Context, Right
 from drafter_service.server.disk import LoadError
 from drafter_service.server.namespace import ClosedError, IdentityError, StreamHandle
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces

@@ -1,20 +1,26 @@
-"""All settings of the service, as one tree of frozen dataclasses."""
+"""All settings of the service, as one tree of frozen dataclasses, and the sources that they are loaded from."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
-from ssd.budget.cost_profile import CostProfile
-from ssd.budget.roofline import roofline
+from drafter_service.settings import DEFAULT_ADDRESS
+from drafter_service.settings.flags import File, Flag, Folder
+from drafter_service.settings.schema import Schema, read_toml
 from ssd.config import DrafterConfig
-from ssd.corpus.ring import check_capacity
+from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from ssd.budget.cost_profile import CostProfile
 
 Positive = Annotated[int, Ge(1)]
 Seconds = Annotated[float, Gt(0)]
@@ -42,17 +48,17 @@ class Limits:
 class AccessConfig:
     """Certificates, callers and permissions. Files are reloaded when they change."""
 
-    certificate: Path | None = None
+    certificate: File | None = None
     """PEM file with the server's certificate and intermediate ones. Together with `key` it enables TLS."""
-    key: Path | None = None
+    key: File | None = None
     """PEM file with the certificate's private key, not encrypted."""
-    client_ca: Path | None = None
+    client_ca: File | None = None
     """PEM file with the CAs of the callers' certificates. If set, every caller needs such a certificate."""
-    callers: Path | None = None
+    callers: File | None = None
     """TOML file with the callers and their rights. Without it everybody who can connect has every right."""
     allow_plaintext: bool = False
     """Listen on a network address without TLS. Others on the network can read prompts, outputs and tokens."""
-    socket_mode: str = "0600"
+    socket_mode: Annotated[str, Flag(metavar="OCTAL")] = "0600"
     """Permissions of a Unix socket, octal as for chmod. Write permission is permission to connect."""
 
     def __post_init__(self) -> None:
@@ -80,7 +86,7 @@ class AccessConfig:
 class SnapshotsConfig:
     """Persistence of namespaces."""
 
-    folder: Path | None = None
+    folder: Folder | None = None
     """Folder with a subfolder for each namespace. Without it everything is lost when the service stops."""
     interval_s: Seconds = 300.0
     """Seconds between two snapshots of a namespace that has learned something. Stopping the service saves, too."""
@@ -128,8 +134,8 @@ class NamespacesConfig:
 class LogConfig:
     """The log of finished requests that replicas share."""
 
-    url: str | None = None
-    """redis://HOST:PORT/DB or rediss://. Without it the service has no replicas."""
+    url: Annotated[str | None, Flag(metavar="URL")] = None
+    """Address of the log, redis://HOST:PORT/DB or rediss://. Without it the service has no replicas."""
     prefix: str = "default"
     """Services with the same prefix share their logs."""
     max_tokens: Positive = 32_000_000
@@ -140,19 +146,19 @@ class LogConfig:
 class ReportsConfig:
     """Metrics, reports and logs."""
 
-    metrics: str | None = None
-    """HOST:PORT of the Prometheus endpoint."""
+    metrics: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """Address of the metrics for Prometheus."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important events that are logged."""
     log_format: Literal["console", "json"] = "console"
-    """`console`: for people. `json`: an object per line, for log collectors."""
+    """Format of logs: `console` for people, or `json` for log collectors, an object per line."""
 
 
 @dataclass(frozen=True)
 class StepsConfig:
     """How long the engines' steps take until they have reported durations: a guess, unless one of these is set."""
 
-    cost_profile: Path | None = None
+    cost_profile: File | None = None
     """File that `ssd-engine profile` has written for the engines' hardware and model."""
     gpu: str | None = None
     """GPU of the engines, such as h100; without `cost_profile`, durations are estimated from its data sheet."""
@@ -161,6 +167,9 @@ class StepsConfig:
 
     def profile(self) -> CostProfile | None:
         """Return the profile. Raises UserError for a file that cannot be read, and for unknown names."""
+        from ssd.budget.cost_profile import CostProfile
+        from ssd.budget.roofline import roofline
+
         if self.cost_profile is not None:
             return CostProfile.read(self.cost_profile)
         return roofline(self.gpu, self.model_size) if self.gpu is not None else None
@@ -170,7 +179,7 @@ class StepsConfig:
 class ServiceConfig:
     """Settings of the service."""
 
-    listen: str = "unix:/tmp/ssd-drafter.sock"
+    listen: Annotated[str, Flag(metavar="ADDRESS")] = DEFAULT_ADDRESS
     """Address: unix:/path/to/socket or host:port; port 0 selects a free one."""
     drafting: DrafterConfig = field(default_factory=DrafterConfig)
     steps: StepsConfig = field(default_factory=StepsConfig)
@@ -183,8 +192,8 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for contradictory settings."""
-        if self.drafting.options:
-            raise ValueError("drafting.options is for third-party drafters; the service has none")
+        from ssd.corpus.ring import check_capacity
+
         for key, capacity in (("drafting.capacity", self.drafting.capacity), *_keyed(self.namespaces.capacities)):
             try:
                 check_capacity(capacity)
@@ -194,3 +203,51 @@ class ServiceConfig:
 
 def _keyed(capacities: Mapping[str, int]) -> list[tuple[str, int]]:
     return [(f"namespaces.capacities.{name}", capacity) for name, capacity in capacities.items()]
+
+
+SETTINGS = Schema(ServiceConfig, without=("drafting.options",))
+"""Third-party drafters have options, and the service has none of them."""
+
+
+# --- Loading
+
+PREFIX = "SSD_DRAFTER_"
+"""Prefix of environment variables, such as SSD_DRAFTER_DRAFTING__CAPACITY for the key drafting.capacity. Empty ones are
+ignored."""
+
+KUBERNETES = re.compile(PREFIX + r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP).*)?)")
+"""Variables that Kubernetes sets in every pod if there is a Service called ssd-drafter."""
+
+
+def load_settings(
+    file: Path | None = None, flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
+) -> ServiceConfig:
+    """Return the settings; `flags` by dotted key, such as "drafting.capacity". Raises UserError that names the key."""
+    variables = {
+        name.removeprefix(PREFIX).lower().replace("__", "."): _parse_value(value)
+        for name, value in environment.items()
+        if name.startswith(PREFIX) and value and not KUBERNETES.fullmatch(name)
+    }
+    layers = {} if file is None else {str(file): read_toml(file)}
+    return SETTINGS.load({**layers, f"environment variables {PREFIX}...": variables, "flags": flags or {}})
+
+
+def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of KEY=VALUE texts by key. Raises UserError for another text."""
+    flat = {}
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UserError(f"{text!r} is not of the form KEY=VALUE, such as limits.streams=64")
+        flat[key.strip()] = _parse_value(value.strip())
+    return flat
+
+
+def _parse_value(text: str) -> Any:
+    """Parse a TOML table; other values remain text until their type is known."""
+    if not text.startswith("{"):
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +22,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drafter_service.client.chat_template import load_chat_template
-from drafter_service.observability.version import own_version
+from drafter_service.observability.process import own_version
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
 from engine.api.errors import ApiError, error_response
 from engine.api.middleware import REQUEST_ID
 from engine.api.service import Admission, ServedModel, Service
 from engine.api.tools.formats import FORMATS, ToolFormat, recognize
-from engine.commands.options import EngineOptions
+from engine.commands.options import EngineOptions, ServerConfig
 from engine.models.chat import ChatPrompts
 from engine.models.generation import load_generation_defaults
 from engine.models.tokenizer import Tokenizer
@@ -48,27 +47,6 @@ BIND_ADVICE = {
     errno.EADDRNOTAVAIL: "this machine does not have that address; give one of its own as --host, or 0.0.0.0 for all",
     errno.EACCES: "this user may not listen on that port; give a --port of 1024 or more",
 }
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """Settings of the HTTP server."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: Path | None = None
-    """File with one key per line; None: requests need no key."""
-    max_waiting: int = 256
-    """Largest number of waiting requests; more are refused with status 429."""
-    max_body_bytes: int = 4 << 20
-    tool_call_parser: str | None = None
-    """Format of tool calls, a name in `FORMATS`; None: that of the chat template, if it is recognized."""
-    allow_weight_updates: bool = False
-    """Whether requests may replace the model's weights."""
-    answer_repeats: bool = False
-    """Whether repeated requests are answered from the drafter's corpus."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of web pages that may use the API from a browser; `*`: all."""
 
 
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from engine.api.outputs import OutputText, Piece
-from engine.commands.interruption import Interruption, deferred_interruption
 from engine.commands.launch import launch, load
-from engine.commands.options import EngineOptions
-from engine.commands.progress import LongProgress
+from engine.commands.options import EngineOptions, GenerateFlags
+from engine.commands.progress import Interruption, LongProgress, deferred_interruption
 from engine.commands.prompts import Prompt, load_chat, read_prompt_file
 from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine
@@ -32,43 +31,28 @@ from engine.scheduling.request import Completion, Request, SamplingParams
 from ssd.errors import UserError
 
 NO_PROMPT = "no prompt; give one as an argument, with --file, or on stdin"
-
-
 NOT_DRAFTED = (
     "note: no draft token was verified: the drafter proposed none, or verifying them would have taken longer than "
     "decoding without drafts"
 )
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
-    """Arguments of the command line; see its help."""
+def run_generate(
+    texts: Sequence[str], options: GenerateFlags, engine_options: EngineOptions, sampling: SamplingParams
+) -> None:
+    """Read the prompts, check all of them, complete them, and write the outputs. Raises UserError.
 
-    prompts: tuple[str, ...]
-    path: Path | None
-    engine: EngineOptions
-    sampling: SamplingParams
-    """Parameters of the first prompt; each further prompt has the next seed."""
-    samples: int
-    """Outputs per prompt, each with a seed derived from the prompt's."""
-    out: Path | None
-    has_chat: bool = False
-    """Whether prompts are formatted with the model's chat template."""
-    adapter: str | None = None
-    """Adapter of prompts that name none."""
-
-
-def run_generate(options: GenerateOptions) -> None:
-    """Read the prompts, check all of them, complete them, and write the outputs. Raises UserError."""
-    prompts = read_prompts(options)
-    tokenizer = Tokenizer(options.engine.model)
-    requests = _requests(prompts, tokenizer, options)
+    texts: prompts. sampling: parameters of the first one; each further prompt has the next seed.
+    """
+    prompts = read_prompts(texts, options.path)
+    tokenizer = Tokenizer(engine_options.model)
+    requests = _requests(prompts, tokenizer, options, engine_options, sampling)
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {escape(options.engine.model.name)} ..."):
+    with console.status(f"loading {escape(engine_options.model.name)} ..."):
         engine = launch(
-            load(options.engine),
+            load(engine_options),
             tokenizer,
-            options.engine,
+            engine_options,
             warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
             notify=lambda text: console.print(escape(text)),
         )
@@ -86,20 +70,20 @@ def run_generate(options: GenerateOptions) -> None:
             began = time.perf_counter()
             completions = _complete(engine, requests, writer, console, interruption)
             seconds = time.perf_counter() - began
-    _print_summary(completions, seconds, options.engine.drafter, console)
+    _print_summary(completions, seconds, engine_options.drafter, console)
     interruption.raise_if_interrupted()
 
 
-def read_prompts(options: GenerateOptions) -> list[Prompt]:
+def read_prompts(texts: Sequence[str], path: Path | None) -> list[Prompt]:
     """Return texts or lists of token ids from arguments, a file, or stdin if neither was given. Raises UserError."""
-    if options.prompts and options.path:
+    if texts and path:
         raise UserError("give prompts either as arguments or with --file, not both")
-    if options.prompts:
-        return [Prompt(text) for text in options.prompts]
-    if options.path is None and sys.stdin.isatty():
+    if texts:
+        return [Prompt(text) for text in texts]
+    if path is None and sys.stdin.isatty():
         raise UserError(NO_PROMPT)
-    if options.path is not None and str(options.path) != "-":
-        return read_prompt_file(options.path)
+    if path is not None and str(path) != "-":
+        return read_prompt_file(path)
     text = _read_stdin()
     if not text:
         raise UserError(NO_PROMPT)
@@ -113,17 +97,21 @@ def _read_stdin() -> str:
         raise UserError(f"cannot read stdin: {problem}") from None
 
 
-def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: GenerateOptions) -> list[Request]:
+def _requests(
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    options: GenerateFlags,
+    engine: EngineOptions,
+    sampling: SamplingParams,
+) -> list[Request]:
     """Return a request per sample of each prompt. Repeated prompts have different seeds."""
     requests = []
-    chat = load_chat(options.engine.model, tokenizer) if options.has_chat else None
+    chat = load_chat(engine.model, tokenizer) if options.chat else None
     for index, prompt in enumerate(prompts):
-        seed = options.sampling.seed + index
+        seed = sampling.seed + index
         with _prefix_errors(index + 1):
-            request = Request(
-                prompt.tokens(tokenizer, chat), options.sampling, adapter=prompt.adapter or options.adapter
-            )
-            request.check_adapter(options.engine.loras)
+            request = Request(prompt.tokens(tokenizer, chat), sampling, adapter=prompt.adapter or options.adapter)
+            request.check_adapter(engine.loras)
         requests += [
             replace(request, sampling=replace(request.sampling, seed=sample_seed(seed, sample)))
             for sample in range(options.samples)
@@ -197,7 +185,7 @@ class CompletionWriter:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], tokenizer: Tokenizer, options: GenerateOptions
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], tokenizer: Tokenizer, options: GenerateFlags
     ) -> None:
         """`requests`: those of the prompts, in their order. Raises UserError if the file cannot be written."""
         self._prompts = prompts
@@ -205,7 +193,7 @@ class CompletionWriter:
         self._samples = options.samples
         self._tokenizer = tokenizer
         self._path = options.out
-        self._shows_prompts = not options.has_chat
+        self._shows_prompts = not options.chat
         self._waiting: dict[int, Completion] = {}
         self._next = 0
         self._stream: OutputText | None = None

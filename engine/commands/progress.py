@@ -1,10 +1,13 @@
-"""Progress of commands that run for minutes."""
+"""Progress of commands that run for minutes, and their end after Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
-from collections.abc import Iterable
-from types import TracebackType
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Self
 
 from rich.console import Console, RenderableType
@@ -67,3 +70,49 @@ class LongProgress:
             self._printed_s = now
             task = self._bar.tasks[self._task]
             self._console.print(f"{task.completed:.0f} of {task.total:.0f} {self._units}: {note}", markup=False)
+
+
+# --- Interruptions
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StoppedError(Exception):
+    """Raised between two steps to end what runs; the text says why."""
+
+
+class Interruption:
+    """The first signal that asks the command to end."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """Number of the signal; None before it arrives."""
+
+    def raise_if_interrupted(self) -> None:
+        """End the command if there was a signal, with status 128 + its number, as a shell reports it."""
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal is not None:
+            sys.exit(128 + self.signal)
+
+
+@contextmanager
+def deferred_interruption() -> Iterator[Interruption]:
+    """Return a context in which the first signal is only recorded. A second one has its usual effect."""
+    found = Interruption()
+    usual = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def restore() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+    def record(number: int, _frame: FrameType | None) -> None:
+        found.signal = number
+        restore()
+
+    try:
+        for number in SIGNALS:
+            signal.signal(number, record)
+        yield found
+    finally:
+        restore()

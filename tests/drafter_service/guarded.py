@@ -7,9 +7,8 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from drafter_service.auth.callers import Right, sha256_of
+from drafter_service.auth.callers import AccessControl, Right, sha256_of
 from drafter_service.auth.connector import ClientAccess, Connector
-from drafter_service.auth.control import AccessControl
 from drafter_service.auth.listening import listen
 from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import click
 
 from drafter_service.commands.output import OWNER_ONLY, check_writable, write
-from drafter_service.commands.sources import Excerpts, preview, source_options
-from drafter_service.observability.version import own_version
+from drafter_service.commands.sources import Excerpts, SourceFlags, preview, source_options
+from drafter_service.observability.process import own_version
+from drafter_service.settings.flags import File as FilePath
+from drafter_service.settings.flags import Flag, FlagCommand, Interval, takes
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,46 +28,28 @@ if TYPE_CHECKING:
     from ssd.replay import Recording
 
 
-@click.command()
+@dataclass(frozen=True)
+class AdviseFlags:
+    """How the log is replayed, and what is written."""
+
+    concurrency: Annotated[int | None, Interval(1, 1024)] = None
+    """Requests that run at once.  [default: by the log's start and end times, otherwise 1]"""
+    cost_profile: Annotated[Path | None, Flag(kind=click.Path(path_type=Path, exists=True, dir_okay=False))] = None
+    """Durations of the target's steps, measured with `ssd-engine profile`."""
+    gpu: str | None = None
+    """Without --cost-profile: estimate step durations for this GPU.  [default: h100]"""
+    model_size: str = "8b"
+    """Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b."""
+    out: FilePath | None = None
+    """Write a page with charts to this file, such as advice.html."""
+    config: Annotated[FilePath | None, Flag("--write-config")] = None
+    """Write the recommended settings to this file, for `ssd-drafter serve --config`."""
+
+
+@click.command(cls=FlagCommand)
 @source_options
-@click.option(
-    "--concurrency",
-    type=click.IntRange(1, 1024),
-    help="Requests that run at once.  [default: by the log's start and end times, otherwise 1]",
-)
-@click.option(
-    "--cost-profile",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Durations of the target's steps, measured with `ssd-engine profile`.",
-)
-@click.option("--gpu", help="Without --cost-profile: estimate step durations for this GPU.  [default: h100]")
-@click.option("--model-size", default="8b", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write a page with charts to this file, such as advice.html.",
-)
-@click.option(
-    "--write-config",
-    "config",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the recommended settings to this file, for `ssd-drafter serve --config`.",
-)
-def advise(
-    sources: tuple[str, ...],
-    more_sources: tuple[str, ...],
-    tokenizer: Path | None,
-    fields: tuple[str, ...],
-    text: bool,
-    dry_run: bool,
-    quiet: bool,
-    concurrency: int | None,
-    cost_profile: Path | None,
-    gpu: str | None,
-    model_size: str,
-    out: Path | None,
-    config: Path | None,
-) -> None:
+@takes(AdviseFlags)
+def advise(given: SourceFlags, more_sources: tuple[str, ...], options: AdviseFlags) -> None:
     """Replay a log, and say whether drafting is worthwhile.
 
     Nothing leaves this machine. Prints a verdict and a comparison of settings.
@@ -72,34 +57,31 @@ def advise(
     import signal
     import tempfile
 
-    from drafter_service.ingest.files import list_files
-    from drafter_service.ingest.reading import Reading, Vocabulary
     from ssd.budget.cost_profile import CostProfile
     from ssd.budget.roofline import roofline
 
+    cost_profile, gpu, out, config = options.cost_profile, options.gpu, options.out, options.config
     if cost_profile is not None and gpu is not None:
         raise UserError("give either --cost-profile or --gpu, not both")
     for path in filter(None, (out, config)):
         check_writable(path)
-    profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu or "h100", model_size)
-    files = list_files((*sources, *more_sources))
-    vocabulary = Vocabulary(tokenizer) if tokenizer else None
-    reading = Reading(vocabulary, fields, whole_prompts=True, has_origins=True, as_text=text)
-    if dry_run:
-        preview(files, reading, quiet=quiet)
+    profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu or "h100", options.model_size)
+    files, reading = given.reading(more_sources, whole_prompts=True, has_origins=True)
+    if given.dry_run:
+        preview(files, reading, quiet=given.quiet)
         return
     # SIGTERM ends the command as Ctrl-C does: otherwise Python warns that semaphores of the processes are left.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         # A file without a name: its text is gone with the process, however that ends.
         with tempfile.TemporaryFile() as tokens:
-            advice, recording, facts = _analyze(files, reading, tokens, profile, concurrency, quiet=quiet)
+            advice, recording, facts = _analyze(files, reading, tokens, profile, options.concurrency, quiet=given.quiet)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
     finally:
         signal.signal(signal.SIGTERM, previous)
     _show(advice)
-    estimated = {"gpu": gpu or "h100", "model_size": model_size}
+    estimated = {"gpu": gpu or "h100", "model_size": options.model_size}
     toml = _settings_file(advice, {"cost_profile": str(cost_profile.resolve())} if cost_profile else estimated)
     if out is not None:
         write(out, _page(advice, toml, recording, facts, profile), OWNER_ONLY)

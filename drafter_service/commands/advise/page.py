@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
-from drafter_service.commands.advise.advice import Advice, Group
+from drafter_service.commands.advise.advice import Advice
 from drafter_service.commands.advise.trials import Outcome
 from drafter_service.observability.pages import page as pages
-from drafter_service.observability.pages.charts import Axis, Series, line_chart
-from drafter_service.observability.pages.svg import Frame
-from drafter_service.observability.pages.tables import Cell, Value, html_table
+from drafter_service.observability.pages.tables import Cell, Value
 from drafter_service.observability.report import units
+from drafter_service.observability.report.charts import Chart, Panel, render_panel
 
-FRAMES = (Frame(480, 260, right=16, top=16),)
 COLORS = {
-    ("ssd", "path"): "green",
-    ("ssd", "tree"): "blue",
-    ("ngram", "path"): "amber",
-    ("classic", "path"): "violet",
-    ("arctic", "tree"): "gray",
+    "ssd path": "green",
+    "ssd tree": "blue",
+    "ngram path": "amber",
+    "classic path": "violet",
+    "arctic tree": "gray",
 }
 NO_DRAFTS = (1.0, "no drafts, 1")
 HEADS = ("drafter", "shape", "max draft", "concurrency", "tokens per step", "drafted", "speed-up")
@@ -38,40 +36,74 @@ def render_page(advice: Advice, settings_toml: str, facts: Mapping[str, object])
     for name, share in (("other users' text", advice.other_users), ("other sessions' text", advice.other_sessions)):
         if share is not None:
             cards.append(pages.card(f"from {name}", units.share(share), "of accepted draft tokens"))
-    settings = _settings(settings_toml, advice.vllm)
-    panels = [_by_concurrency(advice), _growth(advice), _kept(advice), _groups(advice), settings]
-    main = pages.cards(cards) + pages.panels(panels)
+    note = "Save as ssd-drafter.toml and start: ssd-drafter serve --config ssd-drafter.toml."
+    flags = f"<p>Then: vllm serve MODEL ...</p><pre>{escape(advice.vllm)}</pre>" if advice.vllm else ""
+    settings = pages.panel("Settings", note, f"<pre>{escape(settings_toml)}</pre>{flags}")
+    main = pages.cards(cards) + pages.panels([*map(render_panel, panels_of(advice)), settings])
     notes = pages.small_print(advice.notes)
     return pages.page("Advice for this traffic", main, pages.facts(facts), lead=advice.verdict, more=notes)
 
 
-def _by_concurrency(advice: Advice) -> str:
-    """Chart the speed-up of each drafter and shape against requests at once."""
-    lines: dict[tuple[str, str], list[Outcome]] = {}
-    for one in sorted(advice.speedups, key=lambda one: one.trial.concurrency):
-        lines.setdefault((one.trial.drafter, one.trial.draft_shape), []).append(one)
-    numbers = sorted({one.trial.concurrency for one in advice.speedups})
-    chart = line_chart(
-        "Predicted speed-up by concurrency",
-        Axis.of([str(count) for count in numbers], "requests at once"),
-        Axis.to(max(one.speedup for one in advice.speedups), "speed-up", "{:g}x".format),
-        [
-            Series(
-                " ".join(key),
-                COLORS[key],
-                [(numbers.index(one.trial.concurrency), one.speedup) for one in line],
-                words=[
-                    f"{' '.join(key)}, {units.counted(one.trial.concurrency, 'request')} at once: {one.speedup:.2f}x"
-                    for one in line
-                ],
-            )
-            for key, line in lines.items()
-        ],
-        frames=FRAMES,
-        reference=NO_DRAFTS,
-    )
+def panels_of(advice: Advice) -> list[Panel]:
+    """Return the tables and charts."""
+    most = advice.growth[-1][0]
+    grown = [(units.count(tokens), Value(value, units.ratio)) for tokens, value in advice.growth]
+    hours = advice.tokens_per_hour
+    kept = [
+        (units.count(age), Value(share, units.share), units.duration(age / hours * 3600) if hours else "")
+        for age, share in advice.kept
+    ]
+    groups: list[Sequence[Cell]] = [
+        (group.name, Value(group.requests, units.count), Value(group.share, units.share),
+         Value(group.tokens_per_step, units.ratio))
+        for group in (*advice.groups, *advice.sizes)
+    ]  # fmt: skip
+    return [
+        _by_concurrency(advice),
+        Panel(
+            "While the corpus grows",
+            f"From an empty corpus, over {units.count(most)} output tokens; each point is the part before it.",
+            ("output tokens seen", "tokens per step of each part"),
+            grown,
+            [Chart("rows", "tokens per step", {1: "green"}, area=1, reference=NO_DRAFTS)],
+        ),
+        Panel(
+            "Capacity, and how long text stays useful",
+            "Share of the accepted tokens from earlier requests whose newest source a corpus of this size still holds."
+            if kept
+            else "No accepted token came from an earlier request.",
+            ("tokens remembered", "accepted tokens kept", "time to fill"),
+            kept,
+            [Chart("rows", "accepted tokens kept", {1: "violet"})] if kept else (),
+        ),
+        Panel("Settings compared", f"On {sample_of(advice)}.", HEADS, rows_of(advice), is_wide=True),
+        Panel(
+            "Which requests gain",
+            "By the first tokens of the prompt, and by the length of the output.",
+            ("requests", "number", "share of output", "tokens per step"),
+            groups,
+            is_wide=True,
+        ),
+    ]
+
+
+def _by_concurrency(advice: Advice) -> Panel:
+    """Return the speed-up of each drafter and shape by requests at once."""
+    found: dict[str, dict[int, float]] = {}
+    for one in advice.speedups:
+        found.setdefault(f"{one.trial.drafter} {one.trial.draft_shape}", {})[one.trial.concurrency] = one.speedup
+    rows: list[Sequence[Cell]] = [
+        (str(count), *(Value(line.get(count), _times) for line in found.values()))
+        for count in sorted({count for line in found.values() for count in line})
+    ]
+    colors = {column: COLORS[name] for column, name in enumerate(found, start=1)}
     note = f"Predicted from the cost profile and the acceptance on {sample_of(advice)}."
-    return pages.panel("Speed-up by concurrency", note, chart, html_table(HEADS, rows_of(advice)))
+    chart = Chart("rows", "speed-up", colors, reference=NO_DRAFTS)
+    return Panel("Speed-up by concurrency", note, ("requests at once", *found), rows, [chart])
+
+
+def _times(value: float | None) -> str:
+    return units.UNKNOWN if value is None else f"{value:.2f}x"
 
 
 def sample_of(advice: Advice) -> str:
@@ -94,63 +126,3 @@ def _cells_of(one: Outcome) -> tuple[str, ...]:
         f"{one.counts.drafted_per_step:.1f}",
         f"{one.speedup:.2f}x",
     )
-
-
-def _growth(advice: Advice) -> str:
-    """Chart tokens per step while the corpus grows."""
-    most = advice.growth[-1][0]
-    ends = [(share * most, units.count(share * most)) for share in (0, 0.25, 0.5, 0.75, 1)]
-    chart = line_chart(
-        "Tokens per step while the corpus grows",
-        Axis("output tokens seen", 0, most, ends),
-        Axis.to(max(value for _, value in advice.growth), "tokens per step"),
-        [Series("tokens per step of each part", "green", advice.growth, "area")],
-        frames=FRAMES,
-        reference=NO_DRAFTS,
-    )
-    rows = [(units.count(tokens), f"{value:.2f}") for tokens, value in advice.growth]
-    note = f"From an empty corpus, over {units.count(most)} output tokens; each point is the part of the log before it."
-    return pages.panel("While the corpus grows", note, chart, html_table(("tokens", "tokens per step"), rows))
-
-
-def _kept(advice: Advice) -> str:
-    """Chart how much of the gain a corpus of limited capacity keeps."""
-    if not advice.kept:
-        return pages.panel("Capacity", "No accepted token came from an earlier request.", "")
-    chart = line_chart(
-        "Share of accepted tokens whose source is still remembered, by capacity",
-        Axis.of([units.count(age) for age, _ in advice.kept], "tokens remembered", at_most=6),
-        Axis("accepted tokens kept", 0, 1, [(share, units.share(share)) for share in (0, 0.25, 0.5, 0.75, 1)]),
-        [Series("accepted tokens kept", "violet", [(place, share) for place, (_, share) in enumerate(advice.kept)])],
-        frames=FRAMES,
-    )
-    per_hour = advice.tokens_per_hour
-    rows = [
-        (units.count(age), units.duration(age / per_hour * 3600) if per_hour else "", units.share(share))
-        for age, share in advice.kept
-    ]
-    heads = ("tokens remembered", "time to fill", "accepted tokens kept")
-    note = "Share of the accepted tokens from earlier requests whose newest source a corpus of this size still holds."
-    return pages.panel("Capacity, and how long text stays useful", note, chart, html_table(heads, rows))
-
-
-def _groups(advice: Advice) -> str:
-    heads = ("requests", "number", "share of output", "tokens per step")
-    tables = html_table(heads, map(_group_cells, advice.groups), map(_group_cells, advice.sizes))
-    note = "By the first tokens of the prompt, and by the length of the output."
-    return pages.panel("Which requests gain", note, tables, kind="across")
-
-
-def _group_cells(group: Group) -> tuple[Cell, ...]:
-    return (
-        group.name,
-        Value(group.requests, units.count),
-        Value(group.share, units.share),
-        Value(group.tokens_per_step, units.ratio),
-    )
-
-
-def _settings(toml: str, vllm: str) -> str:
-    note = "Save as ssd-drafter.toml and start: ssd-drafter serve --config ssd-drafter.toml."
-    flags = f"<p>Then: vllm serve MODEL ...</p><pre>{escape(vllm)}</pre>" if vllm else ""
-    return pages.panel("Settings", note, f"<pre>{escape(toml)}</pre>{flags}")

@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
 from multiprocessing.reduction import DupFd
 from typing import Any, BinaryIO
@@ -18,7 +19,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from drafter_service.commands.advise.arctic import ArcticDrafter, settings_for
-from drafter_service.commands.advise.provenance import Origins, Tracer
 from ssd.baselines.classic import ClassicDrafter
 from ssd.baselines.ngram import NgramDrafter
 from ssd.budget.cost_profile import CostProfile
@@ -28,10 +28,93 @@ from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.processors import usable_processors
 from ssd.corpus.ring import MIN_CAPACITY
+from ssd.corpus.search import longest_match
 from ssd.drafter import SuffixDrafter
 from ssd.errors import UserError
 from ssd.replay import Counts, Recording, Step, replay
-from ssd.types import Drafter
+from ssd.types import Drafter, Source
+
+EVERY = 8
+"""Accepted drafts per one that is traced."""
+CONTEXT = 32
+"""Tokens up to the last accepted one that are searched for."""
+
+
+@dataclass
+class Origins:
+    """Origins of traced drafts, as parallel lists. Drafts from requests that were still running are left out."""
+
+    accepted: list[int] = field(default_factory=list)
+    """Number of accepted tokens."""
+    ages: list[int] = field(default_factory=list)
+    """Tokens that were remembered after the newest occurrence that was found; -1 if the text is not from the corpus."""
+    requests: list[int] = field(default_factory=list)
+    """The request that was drafted for."""
+    sources: list[int] = field(default_factory=list)
+    """The request whose text it was; -1 if the text is not from the corpus."""
+
+
+class Tracer:
+    """Traces accepted drafts to the requests in the corpus that contain them."""
+
+    def __init__(self, recording: Recording, corpus: Corpus) -> None:
+        self.origins = Origins()
+        self._recording = recording
+        self._corpus = corpus
+        self._ends: list[int] = []
+        """Number of tokens in the corpus after each remembered request."""
+        self._finished: list[int] = []
+        self._count = 0
+
+    def remember(self, tokens: np.ndarray, request_id: str | None, tag: int) -> None:
+        """Append a request to the corpus; for the argument `remember` of its drafter."""
+        self._corpus.append(tokens, request_id, tag=tag)
+        separator = 1
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(tokens) + separator)
+
+    def observe(self, step: Step) -> None:
+        """Record the accepted drafts of a step of the replay, and which requests end with it."""
+        rows = np.flatnonzero(step.accepted)
+        accepted = step.accepted[rows]
+        ends = step.ends[rows] - step.committed[rows] + accepted
+        is_shared = step.drafts.source[step.drafts.offsets[rows] + step.last_accepted[rows]] != Source.LOCAL
+        columns = (step.requests[rows], ends, accepted, is_shared)
+        for each in zip(*(column.tolist() for column in columns), strict=True):
+            self._count += 1
+            if self._count % EVERY == 0:
+                self._trace(*each)
+        self._finished += step.requests[step.ended].tolist()
+
+    def _trace(self, request: int, end: int, accepted: int, is_shared: bool) -> None:
+        """Record the origin of an accepted draft.
+
+        end: index in `Recording.tokens` after its last accepted token. is_shared: whether that token came from another
+        request's text.
+        """
+        age = source = -1
+        if is_shared:
+            start = max(int(self._recording.starts[request]), end - max(CONTEXT, accepted + 1))
+            text = np.asarray(self._recording.tokens[start:end])
+            match = longest_match(self._corpus.view, text, self._corpus.depth)
+            age = match.age if match.length > min(accepted, self._corpus.depth - 1) else -1
+            source = self._request_at(self._corpus.indexed - age) if age >= 0 else -1
+            if source < 0:  # Its user is unknown, but it is not the request's own text either.
+                return
+        origins = self.origins
+        for column, value in (
+            (origins.accepted, accepted),
+            (origins.ages, age),
+            (origins.requests, request),
+            (origins.sources, source),
+        ):
+            column.append(value)
+
+    def _request_at(self, position: int) -> int:
+        place = bisect_right(self._ends, position)
+        return self._finished[place] if place < len(self._ends) else -1
+
+
+# --- Origins of accepted drafts
 
 PAGE_SIZE = 16
 """Tokens that a prefix cache keeps or drops together, as in vLLM."""

@@ -15,12 +15,12 @@ class Check:
     """The rule, as a sentence."""
     advice: str = ""
     """How to bring about the situation that the check is about."""
+    is_optional: bool = False
+    """Whether the rule need not be tested, because it is about fields that need not be sent."""
     is_seen: bool = False
     """Whether there was a situation that the check is about."""
     failure: str | None = None
     """The first violation, as a sentence."""
-    is_optional: bool = False
-    """Whether the rule need not be tested, because it is about fields that need not be sent."""
 
     @property
     def has_passed(self) -> bool:
@@ -30,13 +30,11 @@ class Check:
     @property
     def line(self) -> str:
         """Return the outcome as a line."""
-        if self.failure is not None:
-            return f"FAIL  {self.name}: {self.failure}"
-        if not self.is_seen and self.is_optional:
+        if self.is_seen and self.failure is None:
+            return f"pass  {self.name}: {self.claim}"
+        if self.has_passed:
             return f"skip  {self.name}: {self.advice}"
-        if not self.is_seen:
-            return f"FAIL  {self.name}: not tested; {self.advice}"
-        return f"pass  {self.name}: {self.claim}"
+        return f"FAIL  {self.name}: {self.failure or f'not tested; {self.advice}'}"
 
 
 class Checks:
@@ -55,15 +53,15 @@ class Checks:
         check.is_seen = True
         check.failure = check.failure or failure
 
+    def expect(self, name: str, holds: bool, otherwise: str) -> None:
+        """Record that a rule was broken unless a condition holds."""
+        if not holds:
+            self.fail(name, otherwise)
+
     @property
     def are_seen(self) -> bool:
         """Whether all rules were tested that are not optional."""
         return all(check.is_seen or check.is_optional for check in self._checks.values())
-
-    @property
-    def have_passed(self) -> bool:
-        """Whether all rules were tested and followed."""
-        return all(check.has_passed for check in self._checks.values())
 
     @property
     def failures(self) -> dict[str, str | None]:

@@ -1,21 +1,31 @@
 """A service that checks the engine which uses it: every request is checked, and drafts, delays and losses are planned.
 
 The first run of a prompt has no drafts. Later runs have drafts that are known to be right or wrong, so that the counts
-of the engine can be checked: a step commits the accepted tokens of the draft that it verified, and one more.
-"""
+of the engine can be checked: a step commits the accepted tokens of the draft that it verified, and one more."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import grpc
 import numpy as np
 
+from drafter_service.auth.callers import Context
+from drafter_service.auth.listening import listen
 from drafter_service.commands.conformance.checks import Check, Checks
-from drafter_service.commands.conformance.observed import EVENT_AT, EVENTS, MAX_DRAFT, Predictions, Scenario, Sequence
-from drafter_service.commands.conformance.sequence_rules import SequenceRules
+from drafter_service.commands.conformance.sequences import (
+    EVENT_AT,
+    EVENTS,
+    MAX_DRAFT,
+    Scenario,
+    Sequence,
+    SequenceRules,
+)
 from drafter_service.server.requests import (
     FinishedSequence,
     StartedSequence,
@@ -24,9 +34,14 @@ from drafter_service.server.requests import (
     read_start,
 )
 from drafter_service.server.session import error_response
+from drafter_service.server.step_socket import StepSocket
+from drafter_service.server.stream import draft_method
+from drafter_service.settings.tree import AccessConfig
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.address import Address
 from drafter_service.transport.wire import (
     MAX_FIELDS,
+    MESSAGE_SIZES,
     PROTOCOL,
     WireError,
     check_batch,
@@ -42,30 +57,27 @@ LOST_REPORTS = 8
 """Number of batches that may name a lost sequence, since requests may have been in flight."""
 
 
-def engine_checks() -> Checks:
-    """Return the checks of an engine's side."""
-    return Checks(
-        (
-            Check("hello", "the first request introduces the client and its model", "no engine has connected"),
-            Check("requests", "requests are well formed", "no engine has sent a batch"),
-            Check("vocabulary", "token ids are below vocab_size", "no engine has sent tokens"),
-            Check("starts", "sequences start once, and before batches and finishes name them", "no sequence started"),
-            Check("finishes", "every sequence finishes", "no sequence finished"),
-            Check("counts", "tokens, verified and steps agree in every step", RUN_AGAIN),
-            Check("drafts used", "drafts are verified and accepted", RUN_AGAIN),
-            Check(
-                "step times",
-                "durations of steps are possible, and agree with the tokens of the batch",
-                "the engine sends no step_seconds, so the service cannot learn how much to draft for it",
-                is_optional=True,
-            ),
-            Check("output", "drafts do not change the output", RUN_AGAIN),
-            Check("late answer", "the draft of a late answer does not count as verified", RUN_AGAIN),
-            Check("lost sequence", "a lost sequence starts again with all of its tokens", RUN_AGAIN),
-            Check("error", "tokens of a request that was answered with an error are sent again", RUN_AGAIN),
-            Check("broken stream", "after a broken stream, sequences start again with all of their tokens", RUN_AGAIN),
-        )
-    )
+RULES = (
+    Check("hello", "the first request introduces the client and its model", "no engine has connected"),
+    Check("requests", "requests are well formed", "no engine has sent a batch"),
+    Check("vocabulary", "token ids are below vocab_size", "no engine has sent tokens"),
+    Check("starts", "sequences start once, and before batches and finishes name them", "no sequence started"),
+    Check("finishes", "every sequence finishes", "no sequence finished"),
+    Check("counts", "tokens, verified and steps agree in every step", RUN_AGAIN),
+    Check("drafts used", "drafts are verified and accepted", RUN_AGAIN),
+    Check(
+        "step times",
+        "durations of steps are possible, and agree with the tokens of the batch",
+        "the engine sends no step_seconds, so the service cannot learn how much to draft for it",
+        is_optional=True,
+    ),
+    Check("output", "drafts do not change the output", RUN_AGAIN),
+    Check("late answer", "the draft of a late answer does not count as verified", RUN_AGAIN),
+    Check("lost sequence", "a lost sequence starts again with all of its tokens", RUN_AGAIN),
+    Check("error", "tokens of a request that was answered with an error are sent again", RUN_AGAIN),
+    Check("broken stream", "after a broken stream, sequences start again with all of their tokens", RUN_AGAIN),
+)
+"""The checks of an engine's side."""
 
 
 @dataclass
@@ -95,10 +107,9 @@ class EngineChecker:
 
     def __init__(self, *, is_overlapped: bool = False) -> None:
         """is_overlapped: whether the engine requests drafts while a step is in flight."""
-        self.checks = engine_checks()
+        self.checks = Checks(map(replace, RULES))
         self._is_overlapped = is_overlapped
-        self._predictions = Predictions()
-        self._rules = SequenceRules(self.checks, self._predictions, is_overlapped=is_overlapped)
+        self._rules = SequenceRules(self.checks, is_overlapped=is_overlapped)
         self._streams: set[EngineStream] = set()
         self._missing: list[tuple[Sequence, str]] = []
         """Sequences that the engine must start again, each with the name of the check for it."""
@@ -162,17 +173,16 @@ class EngineChecker:
                 self.checks.fail("hello", "a request other than the first of a stream has a hello")
             return
         stream.vocab_size = hello.model.vocab_size
-        if not request.HasField("hello"):
-            self.checks.fail("hello", "the first request of a stream has no hello")
-        elif hello.protocol != PROTOCOL:
-            self.checks.fail("hello", f"hello.protocol is {hello.protocol}; this command tests protocol {PROTOCOL}")
-        elif not hello.client:
-            self.checks.fail("hello", "hello.client is empty; it is the name and version of the client")
-        else:
-            try:
-                check_engine_name(hello.engine, "hello.engine")
-            except WireError as problem:
-                self.checks.fail("hello", str(problem))
+        expect = partial(self.checks.expect, "hello")
+        expect(request.HasField("hello"), "the first request of a stream has no hello")
+        expect(
+            hello.protocol == PROTOCOL, f"hello.protocol is {hello.protocol}; this command tests protocol {PROTOCOL}"
+        )
+        expect(bool(hello.client), "hello.client is empty; it is the name and version of the client")
+        try:
+            check_engine_name(hello.engine, "hello.engine")
+        except WireError as problem:
+            self.checks.fail("hello", str(problem))
         self.checks.see("hello")
 
     def _apply(self, stream: EngineStream, request: pb.DraftRequest) -> Reply:
@@ -218,7 +228,7 @@ class EngineChecker:
         committed = start.committed.tolist()
         sequence = self._found(prompt, start.request_id or "")
         if sequence is None:
-            scenario = self._predictions.assign(prompt) if not committed else Scenario.RIGHT
+            scenario = self._rules.assign(prompt) if not committed else Scenario.RIGHT
             sequence = Sequence(start.sequence_id, prompt, start.request_id or "", scenario, committed)
         else:
             self._rules.restart(sequence, committed)
@@ -229,10 +239,9 @@ class EngineChecker:
 
     def _found(self, prompt: tuple[int, ...], request_id: str) -> Sequence | None:
         """Return the missing sequence that starts again, and whose name and prompt are these."""
-        for each in self._missing:
-            sequence, _ = each
-            if sequence.prompt == prompt and sequence.request_id == request_id:
-                self._missing.remove(each)
+        for place, (sequence, _) in enumerate(self._missing):
+            if (sequence.prompt, sequence.request_id) == (prompt, request_id):
+                del self._missing[place]
                 return sequence
         return None
 
@@ -245,10 +254,6 @@ class EngineChecker:
         self._rules.commit(sequence, finish.tokens.tolist(), finish.verified, finish.steps)
         self.checks.see("finishes")
         self._rules.end(sequence)
-        if sequence.scenario is Scenario.NONE:
-            self._predictions.record(sequence)
-        elif sequence.scenario in EVENTS:
-            self._predictions.reschedule(sequence.scenario)
         return True
 
     def _lose(self, sequence: Sequence, check: str) -> None:
@@ -263,11 +268,11 @@ class EngineChecker:
         stream.lost[sequence_id] += 1
         for sequence, _ in self._missing:
             sequence.is_over |= is_over and sequence.sequence_id == sequence_id
-        if stream.lost[sequence_id] > LOST_REPORTS:
-            self.checks.fail(
-                "lost sequence",
-                f"sequence {sequence_id} was reported as lost {LOST_REPORTS} times, and has not started again",
-            )
+        self.checks.expect(
+            "lost sequence",
+            stream.lost[sequence_id] <= LOST_REPORTS,
+            f"sequence {sequence_id} was reported as lost {LOST_REPORTS} times, and has not started again",
+        )
 
     # Steps.
 
@@ -277,8 +282,7 @@ class EngineChecker:
             sequence = stream.running.get(sequence_id)
             if sequence is None or sequence.scenario not in EVENTS or sequence.batches < EVENT_AT:
                 continue
-            output = [*sequence.output, *tokens_of(batch, index)]
-            left = self._predictions.after(sequence.prompt, output)
+            left = self._rules.after(sequence.prompt, [*sequence.output, *tokens_of(batch, index)])
             if len(left) > MAX_DRAFT and int(batch.max_draft[index]):
                 event, sequence.scenario = sequence.scenario, Scenario.RIGHT
                 sequence.event = None if event is Scenario.LATE else EVENTS[event]
@@ -311,10 +315,7 @@ class EngineChecker:
                 lost.append(sequence_id)
             else:
                 self._rules.commit(sequence, tokens_of(batch, index), verified[index], steps[index])
-                path = self._predictions.draft(sequence, sequence.output, limits[index], stream.vocab_size)
-                sequence.draft = path
-                sequence.offered += len(path)
-                sequence.batches += 1
+                path = self._rules.draft(sequence, limits[index], stream.vocab_size)
                 if event is Scenario.LATE and path:
                     sequence.event = EVENTS[event]
             paths.append(path)
@@ -322,37 +323,35 @@ class EngineChecker:
 
     def _check_step_times(self, batch: Progress) -> None:
         """Check the durations of the steps that ran, and that a single one had the tokens that the batch is about."""
+        expect = partial(self.checks.expect, "step times")
         for step in batch.step_times:
             self.checks.see("step times")
-            if not (0 < step.seconds < math.inf and 0 <= step.drafting_s < math.inf):
-                self.checks.fail(
-                    "step times",
-                    f"a step took {step.seconds} seconds, and drafting delayed it by {step.drafting_s}; these must be "
-                    "finite, and the first must not be 0",
-                )
-            if not 1 <= step.sequences <= step.tokens:
-                self.checks.fail(
-                    "step times",
-                    f"a step ran {step.tokens} tokens of {step.sequences} sequences; each has at least one",
-                )
+            expect(
+                0 < step.seconds < math.inf and 0 <= step.drafting_s < math.inf,
+                f"a step took {step.seconds} seconds, and drafting delayed it by {step.drafting_s}; these must be "
+                "finite, and the first must not be 0",
+            )
+            expect(
+                1 <= step.sequences <= step.tokens,
+                f"a step ran {step.tokens} tokens of {step.sequences} sequences; each has at least one",
+            )
         is_one_step = batch.steps is None or int(batch.steps.max(initial=1)) <= 1
         if batch.step_times and is_one_step and not self._is_overlapped:
             least = int(np.count_nonzero(np.diff(batch.offsets))) + int(batch.verified.sum())
-            if batch.step_times[-1].tokens < least:
-                self.checks.fail(
-                    "step times",
-                    f"the last step ran {batch.step_times[-1].tokens} tokens; the sequences of its batch had {least}, "
-                    "verified draft tokens included",
-                )
+            last = batch.step_times[-1].tokens
+            expect(
+                last >= least,
+                f"the last step ran {last} tokens; the sequences of its batch had {least}, verified draft tokens "
+                "included",
+            )
 
     def _check_tokens(self, stream: EngineStream, runs: Iterable[np.ndarray]) -> None:
-        for tokens in runs:
-            if stream.vocab_size and len(tokens) and int(tokens.max()) >= stream.vocab_size:
-                self.checks.fail(
-                    "vocabulary", f"a request holds the token {tokens.max()}; vocab_size is {stream.vocab_size}"
-                )
-            if len(tokens):
-                self.checks.see("vocabulary")
+        for largest in (int(tokens.max()) for tokens in runs if len(tokens)):
+            is_known = not stream.vocab_size or largest < stream.vocab_size
+            self.checks.expect(
+                "vocabulary", is_known, f"a request holds the token {largest}; vocab_size is {stream.vocab_size}"
+            )
+            self.checks.see("vocabulary")
 
 
 def batch_of(paths: list[list[int]]) -> DraftBatch:
@@ -366,3 +365,79 @@ def tokens_of(batch: Progress, index: int) -> list[int]:
     """Return the tokens of one sequence of a batch."""
     tokens: list[int] = batch.tokens[batch.offsets[index] : batch.offsets[index + 1]].tolist()
     return tokens
+
+
+# --- Serving the checks, over gRPC and the step socket
+
+SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
+LATE_S = 0.3
+"""Delay of a late answer; longer than the deadline of an engine that waits for drafts at all."""
+POLL_S = 0.05
+MAX_CONNECTIONS = 64
+
+
+class CheckedStreams:
+    """Draft streams whose requests an `EngineChecker` answers. Used by one event loop."""
+
+    def __init__(self, checker: EngineChecker) -> None:
+        self._checker = checker
+        self.last_request = asyncio.get_running_loop().time()
+        """Time of the last request, by the event loop's clock."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, context: Context) -> AsyncIterator[CheckedStream]:
+        """See `drafter_service.server.stream.Streams`."""
+        stream = CheckedStream(self, self._checker, context)
+        try:
+            yield stream
+        finally:
+            self._checker.closed(stream.checked)
+
+
+class CheckedStream:
+    """One stream."""
+
+    is_sending = False
+
+    def __init__(self, streams: CheckedStreams, checker: EngineChecker, context: Context) -> None:
+        self._streams, self._checker, self._context = streams, checker, context
+        self.checked = checker.opened()
+
+    async def answer(self, data: bytes) -> bytes:
+        """Check a request, and answer it as planned."""
+        self._streams.last_request = asyncio.get_running_loop().time()
+        reply = self._checker.answer(self.checked, data)
+        if reply.response is None:
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the conformance test breaks this stream")
+        await asyncio.sleep(LATE_S if reply.is_late else 0)
+        return reply.response.SerializeToString()
+
+    def sent(self) -> None:
+        """Do nothing."""
+
+
+async def run_engine_checks(
+    address: Address, checker: EngineChecker, idle_s: float, ready: Callable[[str], None]
+) -> None:
+    """Serve at an address until everything was tested, or no request has come for `idle_s` seconds.
+
+    ready: called with the address once streams are accepted. Raises UserError for an address that cannot be used.
+    """
+    streams = CheckedStreams(checker)
+    steps = StepSocket(streams, MAX_CONNECTIONS)
+    server = grpc.aio.server(options=[*MESSAGE_SIZES, ("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Draft": draft_method(streams)})])
+    try:
+        address.claim()
+        if address.steps is not None:
+            steps.bind(address.steps, AccessConfig().socket_permissions)
+        address = listen(server, address, AccessConfig())
+        await steps.start()
+        await server.start()
+        ready(address.text)
+        while not checker.is_complete and asyncio.get_running_loop().time() < streams.last_request + idle_s:
+            await asyncio.sleep(POLL_S)
+    finally:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(server.stop(0), steps.stop(0))
+    checker.conclude()

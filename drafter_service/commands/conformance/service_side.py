@@ -1,34 +1,383 @@
-"""Checks of a service, over each of its transports."""
+"""Checks of a service, over each of its transports: requests over a Draft stream, and what the responses must be."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import secrets
-from collections.abc import Callable, Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 
 import grpc
+import numpy as np
 
 from drafter_service.auth.connector import Connector
 from drafter_service.commands.conformance.checks import Check, Checks
-from drafter_service.commands.conformance.raw_stream import RawGrpcStream, RawSocketStream, RawStream, StreamEndedError
-from drafter_service.commands.conformance.service_rules import (
-    REFUSALS,
-    RULES,
-    BrokenRuleError,
-    Rule,
-    TestedStream,
-    require,
-)
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from drafter_service.transport.address import system_error
-from drafter_service.transport.wire import PROTOCOL, WireError
+from drafter_service.transport.wire import (
+    DRAFT_METHOD,
+    HEADER,
+    MAGIC,
+    PROTOCOL,
+    STATUS,
+    WireError,
+    batch_message,
+    framed,
+    pack,
+    read_drafts,
+    read_header,
+    unpack,
+)
 from ssd.errors import UserError
+from ssd.types import Progress, StepTime
 
+TIMEOUT_S = 20.0
+"""Maximum wait for a response."""
 CONNECT_TIMEOUT_S = 3.0
+LEARNING_TIMEOUT_S = 10.0
+"""Maximum time until learned text is drafted."""
+POLL_S = 0.02
 NO_ACCESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """Codes of a handshake that say nothing about the protocol."""
+NO_LIMIT = (1 << 32) - 1
+GARBAGE = b"\xff\xff\xff"
+PERIOD = (1, 2, 3, 4) * 8
+"""A text with long drafts."""
+IMPOSSIBLE = [
+    *(StepTime(4, 1, seconds) for seconds in (0.0, -1.0, math.nan, math.inf)),
+    StepTime(0, 0, 1.0),
+    StepTime(1, 9, 1.0),
+]
+"""Durations that a service must ignore."""
+
+
+# --- Streams
+
+
+class StreamEndedError(Exception):
+    """The service has ended the stream."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(f"the stream ended with {code.name}: {message}")
+        self.code = code
+        self.message = message
+
+
+class RawGrpcStream:
+    """A Draft stream over a gRPC channel that sends any bytes, and waits for each response."""
+
+    def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        method = channel.stream_stream(DRAFT_METHOD, response_deserializer=pb.DraftResponse.FromString)
+        self._call = method(iter(self._requests.get, None), metadata=metadata, timeout=TIMEOUT_S)
+
+    def send(self, data: bytes) -> None:
+        """Send a request."""
+        self._requests.put(data)
+
+    def receive(self) -> pb.DraftResponse:
+        """Return the next response. Raises StreamEndedError, with the code OK after a normal end."""
+        try:
+            response: pb.DraftResponse = next(self._call)
+        except StopIteration:
+            raise StreamEndedError(grpc.StatusCode.OK, "") from None
+        except grpc.RpcError as failure:
+            raise StreamEndedError(failure.code(), str(failure.details())) from None
+        return response
+
+    def end(self) -> None:
+        """Send the end of the requests."""
+        self._requests.put(None)
+
+    def close(self) -> None:
+        """Release the connection."""
+        self._requests.put(None)
+        self._call.cancel()
+
+
+class RawSocketStream:
+    """The same over a step socket."""
+
+    def __init__(self, connection: socket.socket, authorization: str) -> None:
+        self._socket = connection
+        connection.settimeout(TIMEOUT_S)
+        connection.sendall(MAGIC + framed(authorization.encode()))
+
+    def send(self, data: bytes) -> None:
+        """Send a request."""
+        with contextlib.suppress(OSError):  # The reason is in the last frame, which `receive` reads.
+            self._socket.sendall(framed(data))
+
+    def receive(self) -> pb.DraftResponse:
+        """Return the next response. Raises StreamEndedError, with the code OK after a normal end."""
+        size, is_last = read_header(self._read(HEADER.size))
+        data = self._read(size)
+        if is_last:
+            error = pb.Error.FromString(data)
+            raise StreamEndedError(STATUS.get(error.code, grpc.StatusCode.UNKNOWN), error.message)
+        return pb.DraftResponse.FromString(data)
+
+    def end(self) -> None:
+        """Send the end of the requests."""
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Release the connection."""
+        self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            try:
+                more = self._socket.recv(size - len(data))
+            except OSError as problem:
+                raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, str(problem)) from None
+            if not more:
+                raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the connection closed without a last frame")
+            data += more
+        return data
+
+
+RawStream = RawGrpcStream | RawSocketStream
+
+
+# --- Rules
+
+
+class BrokenRuleError(Exception):
+    """A response is not what the protocol demands."""
+
+
+def require(condition: bool, otherwise: str) -> None:
+    """Raise BrokenRuleError unless a condition holds."""
+    if not condition:
+        raise BrokenRuleError(otherwise)
+
+
+@dataclass
+class TestedStream:
+    """A stream after its handshake."""
+
+    raw: RawStream
+    welcome: pb.Welcome
+    first_token: int
+    """Tokens from this one on are the stream's own: no other text has them."""
+    step: int = 1
+
+    def exchange(self, **fields: object) -> pb.DraftResponse:
+        """Send a request, and return its response. Raises BrokenRuleError for the response to another one."""
+        self.step += 1
+        self.raw.send(pb.DraftRequest(step=self.step, **fields).SerializeToString())  # type: ignore[arg-type]
+        response = self.raw.receive()
+        require(response.step == self.step, f"request {self.step} was answered as request {response.step}")
+        return response
+
+    def accepted(self, **fields: object) -> pb.DraftResponse:
+        """Return the response to a valid request."""
+        response = self.exchange(**fields)
+        require(not response.HasField("error"), f"a valid request was refused: {response.error.message}")
+        return response
+
+    def refusal(self, what: str, **fields: object) -> None:
+        """Check that an invalid request is answered with an error."""
+        response = self.exchange(**fields)
+        require(response.HasField("error"), f"{what} is answered without an error")
+        require(bool(response.error.message and response.error.code), f"the error for {what} has no code or no message")
+
+    def text(self, *tokens: int) -> np.ndarray:
+        """Return tokens of this stream, uint32."""
+        return np.array(tokens, np.uint32) + np.uint32(self.first_token)
+
+    def start(self, sequence_id: int, *tokens: int, learn: bool = False, hints: tuple[int, ...] = ()) -> pb.Start:
+        """Return the start of a sequence."""
+        prompt, hinted = pack(self.text(*tokens), "u4"), pack(self.text(*hints), "u4")
+        return pb.Start(sequence_id=sequence_id, prompt=prompt, hints=hinted, learn=learn)
+
+    def finish(self, sequence_id: int, *tokens: int, learn: bool = False) -> pb.Finish:
+        """Return the finish of a sequence."""
+        return pb.Finish(sequence_id=sequence_id, tokens=pack(self.text(*tokens), "u4"), learn=learn, steps=1)
+
+    def batch(
+        self,
+        sequence_id: int,
+        *tokens: int,
+        verified: int = 0,
+        limit: int = 3,
+        step_times: Sequence[StepTime] = (),
+    ) -> pb.Batch:
+        """Return the progress of a sequence."""
+        progress = Progress.of_one(sequence_id, self.text(*tokens), verified=verified, max_draft=limit)
+        return batch_message(replace(progress, step_times=step_times))
+
+    def draft(self, sequence_id: int, *tokens: int, verified: int = 0, limit: int = 3, **fields: object) -> list[int]:
+        """Return the draft after progress of a sequence, counted from the stream's first token.
+
+        Raises BrokenRuleError for a malformed one.
+        """
+        wanted = self.batch(sequence_id, *tokens, verified=verified, limit=limit)
+        most = min(limit, self.welcome.max_draft)
+        try:
+            draft, malformed = read_drafts(self.accepted(batch=wanted, **fields).drafts, np.array([most], np.uint32))
+        except WireError as problem:
+            raise BrokenRuleError(str(problem)) from None
+        require(
+            not malformed,
+            f"a draft has more than {most} tokens, a parent not before its child, or an accept_prob outside 0 to 1",
+        )
+        return [token - self.first_token for token in draft.tokens.tolist()]
+
+    def require_draft(self, first: int, draft: list[int], when: str) -> None:
+        """Check that a draft begins with a token."""
+        require(draft[:1] == [first], f"{when} the draft is {draft}; it should begin with {first}")
+
+
+Rule = Callable[[TestedStream], None]
+RULES: dict[str, Rule] = {}
+"""Functions that check a rule on a stream of their own, by the rule's name; their docstring is the rule."""
+
+
+def _rule(check: Rule) -> Rule:
+    RULES[check.__name__.strip("_").replace("_", " ")] = check
+    return check
+
+
+@_rule
+def _welcome(stream: TestedStream) -> None:
+    """the hello is answered with a welcome"""
+    welcome = stream.welcome
+    require(welcome.protocol == PROTOCOL, f"welcome.protocol is {welcome.protocol}, not {PROTOCOL}")
+    require(bool(welcome.namespace), "welcome.namespace is empty")
+    require(welcome.max_draft > 0, "welcome.max_draft is 0")
+
+
+@_rule
+def _drafts(stream: TestedStream) -> None:
+    """a sequence's own repetitions are drafted"""
+    draft = stream.draft(1, starts=[stream.start(1, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2)])
+    stream.require_draft(3, draft, "after 1 to 8 and 1, 2")
+    stream.require_draft(5, stream.draft(1, 3, 4, verified=1), "after 1 to 8 and 1 to 4")
+    stream.accepted(finishes=[stream.finish(1, 5)])
+
+
+@_rule
+def _limits(stream: TestedStream) -> None:
+    """drafts are within the wanted length and max_draft"""
+    start = stream.start(1, *range(1, 100), *range(1, 9))
+    require(stream.draft(1, limit=0, starts=[start]) == [], "a draft has tokens although max_draft is 0")
+    stream.draft(1, 9, limit=1)
+    stream.draft(1, 10, limit=NO_LIMIT)
+
+
+@_rule
+def _hints(stream: TestedStream) -> None:
+    """hints are drafted"""
+    draft = stream.draft(1, starts=[stream.start(1, 9, 1, 2, hints=(1, 2, 3, 4))])
+    stream.require_draft(3, draft, "after the hint 1, 2, 3, 4 and the prompt 9, 1, 2")
+
+
+@_rule
+def _order(stream: TestedStream) -> None:
+    """requests are answered in order"""
+    stream.accepted(starts=[stream.start(1, 1, 2, 3)])
+    steps = range(100, 108)
+    for step in steps:
+        stream.raw.send(pb.DraftRequest(step=step, batch=stream.batch(1, 4)).SerializeToString())
+    answered = [stream.raw.receive().step for _ in steps]
+    require(answered == [*steps], f"requests {[*steps]} were answered in the order {answered}")
+
+
+@_rule
+def _invalid_requests(stream: TestedStream) -> None:
+    """invalid requests are answered with an error and have no effect"""
+    drafted = len(stream.draft(1, starts=[stream.start(1, 1, 2, 3, 4, 1, 2)]))
+    wrong = stream.batch(1, 3)
+    wrong.offsets = pack(np.array([0, 7], np.uint32), "u4")
+    stream.refusal("a batch whose offsets are beyond its tokens", batch=wrong)
+    reserved = Progress.of_one(1, np.array([NO_LIMIT], np.uint32), max_draft=3)
+    stream.refusal("the token id 4294967295", batch=batch_message(reserved))
+    many = stream.batch(1, 3, verified=drafted + 1)
+    stream.refusal("a batch with more verified tokens than were drafted", batch=many)
+    stream.refusal("a second start of a running sequence", starts=[stream.start(1, 1)])
+    stream.refusal("a second hello", hello=pb.Hello(protocol=PROTOCOL))
+    stream.require_draft(4, stream.draft(1, 3, verified=min(1, drafted)), "after refused requests, as without them,")
+
+
+@_rule
+def _step_times(stream: TestedStream) -> None:
+    """durations of steps are accepted, and impossible ones are ignored"""
+    before = stream.draft(1, limit=16, starts=[stream.start(1, *PERIOD)])
+    stream.accepted(batch=stream.batch(1, limit=0, step_times=IMPOSSIBLE))
+    after = stream.draft(2, limit=16, starts=[stream.start(2, *PERIOD)])
+    require(after == before, f"after impossible durations of steps a draft is {after}; before, it was {before}")
+    possible = stream.batch(1, step_times=[StepTime(4, 1, 0.01, 0.001)])
+    stream.accepted(batch=possible)
+    possible.step_seconds = possible.step_seconds[:4]
+    stream.refusal("a batch with fewer step_seconds than step_tokens", batch=possible)
+
+
+@_rule
+def _garbage(stream: TestedStream) -> None:
+    """bytes that are no message are answered with an error"""
+    stream.raw.send(GARBAGE)
+    response = stream.raw.receive()
+    require(response.HasField("error"), "bytes that are not a DraftRequest are answered without an error")
+    stream.accepted(starts=[stream.start(1, 1)])
+
+
+@_rule
+def _unknown_sequences(stream: TestedStream) -> None:
+    """unknown sequences are reported in lost_ids"""
+    for fields in ({"batch": stream.batch(77)}, {"finishes": [stream.finish(77)]}):
+        lost = unpack(stream.accepted(**fields).lost_ids, "u8", "lost_ids").tolist()
+        require(lost == [77], f"a request that names the unknown sequence 77 has lost_ids {lost}")
+
+
+@_rule
+def _learning(stream: TestedStream) -> None:
+    """text is learned if the start, the finish and the caller's rights allow it"""
+    stream.accepted(starts=[stream.start(1, 11, 12), stream.start(2, 21, 22, learn=True)])
+    stream.accepted(finishes=[stream.finish(1, 13, 14, learn=True), stream.finish(2, 23, 24, learn=True)])
+    until = time.monotonic() + (LEARNING_TIMEOUT_S if stream.welcome.may_learn else 0)
+    number, draft = 3, [0]
+    while draft[:1] != [23] and time.monotonic() < until:
+        time.sleep(POLL_S)
+        draft = stream.draft(number, starts=[stream.start(number, 21, 22)])
+        number += 1
+    is_learned = draft[:1] == [23]
+    require(is_learned == stream.welcome.may_learn, "a finished sequence with learn is not drafted for another one")
+    private = stream.draft(number, starts=[stream.start(number, 11, 12)])
+    require(private == [], "a sequence that started without learn is drafted for another one")
+
+
+@_rule
+def _end(stream: TestedStream) -> None:
+    """a stream that the client ends has the status OK"""
+    stream.accepted(starts=[stream.start(1, 1)])
+    stream.raw.end()
+    try:
+        stream.raw.receive()
+    except StreamEndedError as ended:
+        require(ended.code is grpc.StatusCode.OK, str(ended))
+    else:
+        raise BrokenRuleError("a stream without unanswered requests has a response after its end")
+
+
+REFUSALS: dict[str, tuple[str, pb.Hello | None]] = {
+    "version": (f"a hello of another protocol than {PROTOCOL} ends the stream", pb.Hello(protocol=99)),
+    "engine name": ("an invalid name of an engine ends the stream", pb.Hello(protocol=PROTOCOL, engine="a b")),
+    "no hello": ("a first request without hello ends the stream", None),
+}
+"""First requests that a service must refuse, by the rule's name."""
+REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+# --- A run of all checks
 
 
 @dataclass
@@ -62,14 +411,13 @@ class ServiceChecker:
         if (probe := self.connector.connect_steps(CONNECT_TIMEOUT_S)) is not None:
             probe.close()
             transports["step socket"] = self._open_socket
-        rules = {**RULES, **REFUSALS}
         self._check_access(transports["gRPC"])
-        checks = Checks(Check(f"{each}, {name}", rules[name][0]) for each in transports for name in rules)
+        claims = {name: str(rule.__doc__) for name, rule in RULES.items()}
+        claims |= {name: claim for name, (claim, _) in REFUSALS.items()}
+        checks = Checks(Check(f"{each}, {name}", claim) for each in transports for name, claim in claims.items())
         for transport, open_stream in transports.items():
-            for name, (_, rule) in RULES.items():
-                self._run_one(checks, f"{transport}, {name}", open_stream, rule)
-            for name, (_, hello) in REFUSALS.items():
-                self._check_refusal(checks, f"{transport}, {name}", open_stream, hello)
+            for name in claims:
+                self._run_one(checks, transport, name, open_stream)
         return checks
 
     def _check_access(self, open_stream: Callable[[], RawStream]) -> None:
@@ -87,42 +435,37 @@ class ServiceChecker:
             raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the step socket accepts no more connections")
         return RawSocketStream(connection, self.connector.authorization())
 
-    def _run_one(self, checks: Checks, name: str, open_stream: Callable[[], RawStream], rule: Rule) -> None:
+    def _run_one(self, checks: Checks, transport: str, name: str, open_stream: Callable[[], RawStream]) -> None:
         try:
-            with self._begun(open_stream) as stream:
-                rule(stream)
-            checks.see(name)
+            if name in RULES:
+                with self._begun(open_stream) as stream:
+                    RULES[name](stream)
+            else:
+                self._check_refusal(open_stream, REFUSALS[name][1])
+            checks.see(f"{transport}, {name}")
         except (BrokenRuleError, StreamEndedError, WireError) as problem:
-            checks.fail(name, str(problem))
+            checks.fail(f"{transport}, {name}", str(problem))
 
     @contextmanager
     def _begun(self, open_stream: Callable[[], RawStream]) -> Iterator[TestedStream]:
-        raw = open_stream()
-        try:
+        with contextlib.closing(open_stream()) as raw:
             hello = pb.Hello(protocol=PROTOCOL, client="ssd-drafter-conformance", namespace=self._name)
             raw.send(pb.DraftRequest(step=1, hello=hello).SerializeToString())
             response = raw.receive()
             require(response.HasField("welcome"), f"the hello was answered without a welcome: {response.error.message}")
             yield TestedStream(raw, response.welcome, first_token=1000 * (1 + secrets.randbelow(100_000)))
-        finally:
-            raw.close()
 
-    def _check_refusal(
-        self, checks: Checks, name: str, open_stream: Callable[[], RawStream], hello: pb.Hello | None
-    ) -> None:
+    def _check_refusal(self, open_stream: Callable[[], RawStream], hello: pb.Hello | None) -> None:
         """Check that a stream with this hello, or without one, ends with an error message."""
-        raw = open_stream()
-        try:
-            request = pb.DraftRequest(step=1, hello=hello)
-            if hello is not None:
-                request.hello.namespace = self._name
+        request = pb.DraftRequest(step=1, hello=hello)
+        if hello is not None:
+            request.hello.namespace = self._name
+        with contextlib.closing(open_stream()) as raw:
             raw.send(request.SerializeToString())
-            raw.receive()
-            checks.fail(name, "the stream continues")
-        except StreamEndedError as ended:
-            if ended.code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT) and ended.message:
-                checks.see(name)
+            try:
+                raw.receive()
+            except StreamEndedError as ended:
+                expected = f"{ended}; expected is FAILED_PRECONDITION or INVALID_ARGUMENT, with a message"
+                require(ended.code in REFUSED and bool(ended.message), expected)
             else:
-                checks.fail(name, f"{ended}; expected is FAILED_PRECONDITION or INVALID_ARGUMENT, with a message")
-        finally:
-            raw.close()
+                raise BrokenRuleError("the stream continues")

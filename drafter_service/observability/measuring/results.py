@@ -18,14 +18,19 @@ def prepare(out: Path, names: Iterable[str]) -> None:
     """Make a folder and check that files can be written into it, before running for minutes. Raises UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for path in (out / name for name in names):
-            # A symbolic link is kept, and the file that it names is removed.
-            new = None if path.exists() else path.resolve()
-            path.open("a").close()
-            if new is not None:
-                new.unlink()
+        for name in names:
+            try_writing(out / name)
     except OSError as problem:
         raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
+
+
+def try_writing(path: Path) -> None:
+    """Raise OSError if a file cannot be written. Its contents do not change."""
+    # A symbolic link is kept, and the file that it names is removed.
+    new = None if path.exists() else path.resolve()
+    path.open("a").close()
+    if new is not None:
+        new.unlink()
 
 
 def write(out: Path, contents: Mapping[str, str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
+
+from drafter_service.observability.pages.charts import Frame, chart, rect
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,6 +41,22 @@ def cell_markup(cell: Cell) -> str:
     if isinstance(cell, str) or cell.number is None:
         return text
     return f'<data value="{cell.number!r}">{text}</data>'
+
+
+def with_bars(heads: Sequence[str], rows: Sequence[Sequence[str]], colors: Mapping[str, str]) -> list[list[Cell]]:
+    """Return rows with bars below the numbers of some columns, from 0 to the largest number of the column.
+
+    colors: by heading.
+    """
+    filled: list[list[Cell]] = [list(row) for row in rows]
+    frame = Frame(100, 6)
+    for column, color in [(place, colors[head]) for place, head in enumerate(heads) if head in colors]:
+        numbers = [float(row[column].rstrip("x") or 0) for row in rows]
+        for row, number in zip(filled, numbers, strict=True):
+            text, width = cell_text(row[column]), frame.width * number / max(*numbers, 1e-9)
+            bar = chart(frame, text, [rect(0, 0, width, frame.height, kind=f"bar {color}")], "inline")
+            row[column] = Markup(escape(text) + bar)
+    return filled
 
 
 def html_table(heads: Sequence[str], *groups: Iterable[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:

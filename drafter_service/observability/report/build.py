@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Literal
 
@@ -46,7 +47,19 @@ from drafter_service.observability.report.schema import (
     share,
 )
 from ssd.budget.totals import SIZES, BudgetTotals
-from ssd.stats import ACCEPTED, AGES, COUNT, HITS, OBSERVED, PREDICTED, PROB_BINS, VERIFIED, Counters
+from ssd.stats import (
+    ACCEPTED,
+    AGES,
+    COUNT,
+    HITS,
+    OBSERVED,
+    PREDICTED,
+    PROB_BINS,
+    VERIFIED,
+    Counters,
+    Stats,
+    VersionTotals,
+)
 from ssd.types import Source
 
 MAX_PERIODS = 96
@@ -90,12 +103,10 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
     recent = _recent(samples)
     turnover_s = None if recent is None else ratio(facts.corpus.capacity_tokens, recent.learned_tokens_per_s)
     clients = sorted((_client(engine, use) for engine, use in facts.uses.items()), key=lambda each: -each.committed)
-    model = facts.model
+    same = ("name", "memory_bytes", "streams", "sequences", "duplicates")
     return NamespaceReport(
-        name=facts.name,
-        model=ModelReport(
-            name=model.name, tokenizer=model.tokenizer, adapter=model.adapter, vocab_size=model.vocab_size or None
-        ),
+        **{name: getattr(facts, name) for name in same},
+        model=ModelReport(**asdict(facts.model) | {"vocab_size": facts.model.vocab_size or None}),
         recent=recent,
         over_time=_periods(samples),
         corpus=facts.corpus.model_copy(update={"turnover_s": turnover_s}),
@@ -106,10 +117,6 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         by_version=_by_version(facts),
         shadow=_shadow(facts.shadow),
         budget=_budget(facts.budget),
-        memory_bytes=facts.memory_bytes,
-        streams=facts.streams,
-        sequences=facts.sequences,
-        duplicates=facts.duplicates,
         libraries=list(facts.libraries),
         **dict(_tables(facts.stats.counters)),
     )
@@ -119,31 +126,20 @@ def _finite(value: float) -> float:
     return float(value) if math.isfinite(value) else 0.0
 
 
+def _tally(stats: Stats | VersionTotals) -> dict[str, int]:
+    """Return the counts of a `StepTally`."""
+    names = {"steps": "steps", "committed": "committed", "drafted": "verified", "accepted": "accepted"}
+    return {field: getattr(stats, name) for field, name in names.items()}
+
+
 def _client(engine: Engine, use: EngineUse) -> ClientReport:
-    return ClientReport(
-        client=engine.client,
-        engine=engine.name,
-        streams=use.streams,
-        steps=use.stats.steps,
-        committed=use.stats.committed,
-        offered=use.offered,
-        drafted=use.stats.verified,
-        accepted=use.stats.accepted,
-        engine_steps=use.engine_steps,
-        late_steps=use.late_steps,
-    )
+    counts = {name: getattr(use, name) for name in ("streams", "offered", "engine_steps", "late_steps")}
+    return ClientReport(client=engine.client, engine=engine.name, **counts, **_tally(use.stats))
 
 
 def _by_version(facts: NamespaceFacts) -> list[VersionReport] | None:
     return [
-        VersionReport(
-            version=version,
-            requests=totals.requests,
-            steps=totals.steps,
-            committed=totals.committed,
-            drafted=totals.verified,
-            accepted=totals.accepted,
-        )
+        VersionReport(version=version, requests=totals.requests, **_tally(totals))
         for version, totals in sorted(facts.stats.by_version.items())
     ] or None
 

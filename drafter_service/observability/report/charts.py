@@ -1,4 +1,4 @@
-"""Charts of a report's tables: bars or lines of columns, declared by `Chart`."""
+"""Panels: tables with a title, and charts of their columns, bars or lines, declared by `Chart`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from drafter_service.observability.pages import svg
-from drafter_service.observability.pages.charts import Axis, Series, bar_chart, line_chart
-from drafter_service.observability.pages.svg import Frame, Scale
-from drafter_service.observability.pages.tables import Cell, Value, cell_text
+from drafter_service.observability.pages import page as pages
+from drafter_service.observability.pages.charts import (
+    Axis,
+    Frame,
+    Scale,
+    Series,
+    bar_chart,
+    hover_strip,
+    line_chart,
+    ticks,
+)
+from drafter_service.observability.pages.tables import Cell, Value, cell_text, html_table
 from drafter_service.observability.report import units
 
 WIDE = Frame(width=1080)
@@ -46,7 +54,29 @@ class Chart(NamedTuple):
     height: float = Frame().height
 
 
-def draw(chart: Chart, title: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]], *, is_wide: bool) -> str:
+class Panel(NamedTuple):
+    """A table with a title and a sentence, and the same data as a chart."""
+
+    title: str
+    note: str
+    heads: Sequence[str]
+    """Headings of the columns; empty for a list of names and values."""
+    rows: Sequence[Sequence[Cell]]
+    charts: Sequence[Chart] = ()
+    """Without any, the page shows the table itself."""
+    is_wide: bool = False
+    """Whether it takes the whole width of a page."""
+
+
+def render_panel(panel: Panel) -> str:
+    """Return a panel of a page: its charts with the table folded below, or the table itself."""
+    title, note, heads, rows, charts, is_wide = panel
+    table = html_table(heads, rows, kinds=("name", *[""] * (len(heads) - 1)))
+    drawn = "".join(_draw(chart, title, heads, rows, is_wide=is_wide) for chart in charts)
+    return pages.panel(title, note, drawn or table, table if drawn else "", "across" if is_wide else "")
+
+
+def _draw(chart: Chart, title: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]], *, is_wide: bool) -> str:
     """Return a chart of a table with its legend."""
     names = [cell_text(row[0]) for row in rows]
     words = [_tooltip(heads, row) for row in rows]
@@ -82,7 +112,7 @@ def draw(chart: Chart, title: str, heads: Sequence[str], rows: Sequence[Sequence
     def strips(frame: Frame, left: Scale, _top: Scale) -> list[str]:
         """Return a strip with a tooltip from each time to the next one."""
         edges = pairwise([*map(left, places), frame.right_edge])
-        return [svg.hover_strip(frame, begin, end, text) for (begin, end), text in zip(edges, words, strict=True)]
+        return [hover_strip(frame, begin, end, text) for (begin, end), text in zip(edges, words, strict=True)]
 
     return line_chart(
         label,
@@ -110,9 +140,7 @@ def _y_axis(chart: Chart, values: Sequence[float], cell: Cell) -> Axis:
         return Axis(chart.y_title, 0, 1, SHARES)
     least = chart.least if min(values) >= chart.least else 0.0
     largest = max([*values, *([chart.reference[0]] if chart.reference else [])])
-    marks = [
-        least + mark for mark in svg.ticks(max(largest, least + 1e-9) - least, 1.0 if unit is units.count else 0.0)
-    ]
+    marks = [least + mark for mark in ticks(max(largest, least + 1e-9) - least, 1.0 if unit is units.count else 0.0)]
     return Axis(chart.y_title, least, marks[-1], [(mark, unit(mark)) for mark in marks])
 
 

@@ -9,8 +9,8 @@ from drafter_service.observability.pages import page as pages
 from drafter_service.observability.pages.charts import sparkline
 from drafter_service.observability.pages.tables import Cell, Markup, Value, html_table
 from drafter_service.observability.report import units
-from drafter_service.observability.report.charts import draw
-from drafter_service.observability.report.panels import SUMMARY, Panel, namespace_panels, overview, service_panel
+from drafter_service.observability.report.charts import Panel, render_panel
+from drafter_service.observability.report.panels import SUMMARY, namespace_panels, overview, service_panel
 from drafter_service.observability.report.schema import Drafting, NamespaceReport, Recent, Report
 from drafter_service.observability.report.verdict import by_saving, in_shadow, remarks, saving, service_remarks, worth
 
@@ -66,14 +66,7 @@ def _overview(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
 
 
 def _panels(panels: Iterable[Panel]) -> str:
-    return pages.panels(map(_panel, panels))
-
-
-def _panel(panel: Panel) -> str:
-    title, note, heads, rows, charts, is_wide = panel
-    table = html_table(heads, rows, kinds=("name", *[""] * (len(heads) - 1)))
-    drawn = "".join(draw(chart, title, heads, rows, is_wide=is_wide) for chart in charts)
-    return pages.panel(title, note, drawn or table, table if drawn else "", "across" if is_wide else "")
+    return pages.panels(map(render_panel, panels))
 
 
 def _cards(drafting: Drafting, recent: Recent | None) -> str:

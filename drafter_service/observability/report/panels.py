@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from drafter_service.observability.pages.tables import Cell, Value
 from drafter_service.observability.report import units
-from drafter_service.observability.report.charts import Chart
+from drafter_service.observability.report.charts import Chart, Panel
 from drafter_service.observability.report.schema import (
     Drafting,
     LatencyReport,
@@ -21,20 +21,6 @@ from ssd.budget.totals import SIZES
 from ssd.stats import POSITIONS
 
 Unit = Callable[[float | None], str]
-
-
-class Panel(NamedTuple):
-    """A table with a title and a sentence, and the same data as a chart."""
-
-    title: str
-    note: str
-    heads: Sequence[str]
-    """Headings of the columns; empty for a list of names and values."""
-    rows: Sequence[Sequence[Cell]]
-    charts: Sequence[Chart] = ()
-    """Without any, the page shows the table itself."""
-    is_wide: bool = False
-    """Whether it takes the whole width of a page."""
 
 
 LIST = ("", "")

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from drafter_service.observability.pages.tables import Cell, Value, cell_text, console_table
 from drafter_service.observability.report import units
-from drafter_service.observability.report.panels import Panel, namespace_panels, overview, service_panel, summary
+from drafter_service.observability.report.charts import Panel
+from drafter_service.observability.report.panels import namespace_panels, overview, service_panel, summary
 from drafter_service.observability.report.schema import NamespaceReport, Report
 from drafter_service.observability.report.verdict import by_saving, in_shadow, remarks, saving, service_remarks, worth
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 
 from drafter_service.observability.pages import page as pages
-from drafter_service.observability.pages import svg
 from drafter_service.observability.pages.charts import legend
-from drafter_service.observability.pages.svg import Frame
-from drafter_service.observability.pages.tables import html_table, markdown_table
+from drafter_service.observability.pages.tables import html_table, markdown_table, with_bars
 from engine.commands.compare.results import Comparison, Condition, Result
 
+SPEEDUP = "speed-up here"
 COLUMNS = (
     "drafter",
     "K",
     "shape",
     "tokens per step",
     "outside loops",
-    "speed-up here",
+    SPEEDUP,
     "range",
     "predicted",
     "best K",
@@ -31,19 +29,18 @@ COLUMNS = (
 WIDE_ONLY = ("shape", "accepted (%)", "ms per step", "ms per drafted")
 """Columns that a console of less than `WIDE` characters does not show."""
 WIDE = 120
+BARS = {"tokens per step": "gray", SPEEDUP: "green"}
+"""Columns that have bars on the page, and their colors."""
 POSITIONS = 4
 """Number of draft positions whose acceptance is shown."""
-BAR = 26
-"""Height of a row of the chart, in pixels."""
 COST_TOKENS = (1, 2, 4, 8, 16)
 """Sizes of steps whose durations are shown."""
 NOTES = {
     "K": "the draft depth; drafts have at most {max_draft} tokens.",
     "tokens per step": "measured while all draft tokens are verified, without the steps that compute a prompt.",
     "outside loops": "tokens per step, for steps that do not start in a loop of the output, at temperature 0.",
-    "speed-up here": "measured with the token budget, as users run it: fewer tokens are drafted and verified where "
-    "that is faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier "
-    "ones.",
+    SPEEDUP: "measured with the token budget, as users run it: fewer tokens are drafted and verified where that is "
+    "faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier ones.",
     "range": "smallest and largest speed-up of a round.",
     "best K": "the depth with the most tokens/s, computed from acceptance and durations here. 0: do not draft. "
     "4+: 4 is the largest depth that was measured; give a larger --depth.",
@@ -59,7 +56,7 @@ def notes(comparison: Comparison, width: int = WIDE) -> list[str]:
     why drafters were skipped."""
     if comparison.notes:
         return list(comparison.notes)
-    shown = {heading for each in comparison.conditions for heading in table_of(comparison, each, width)[0]}
+    shown = {heading for each in comparison.tables for heading in table_of(comparison, each, width)[0]}
     sentences = [f"{name}: {note.format(**comparison.settings)}" for name, note in NOTES.items() if name in shown]
     if comparison.profile is not None:
         costs = ", ".join(f"{comparison.profile.step(tokens, 1):.2f}" for tokens in COST_TOKENS)
@@ -75,7 +72,7 @@ def notes(comparison: Comparison, width: int = WIDE) -> list[str]:
 def table_of(comparison: Comparison, condition: Condition, width: int = WIDE) -> tuple[list[str], list[list[str]]]:
     """Return the column headings and the rows of a condition, without columns that are empty or do not fit into `width`
     characters."""
-    rows = [_cells(result, comparison) for result in comparison.of(condition)]
+    rows = [_cells(result, comparison) for result in comparison.tables[condition]]
     for name, reason in comparison.skipped.items():
         cells = {"drafter": name, "outputs": reason.partition(":")[0]}
         rows.append(tuple(cells.get(column, "") for column in COLUMNS))
@@ -90,19 +87,20 @@ def table_of(comparison: Comparison, condition: Condition, width: int = WIDE) ->
 
 def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
     target, best = comparison.predicted_for, result.best_depth(comparison.profile)
-    positions = result.accept_by_position
+    figures, row = result.figures, result.row
+    positions = figures.accept_by_position
     return (
-        result.drafter,
-        str(result.K) if result.has_depth else "",
-        result.draft_shape if result.drafted_per_step else "",
-        f"{result.tokens_per_step:.2f}",
-        _number(result.tokens_per_step_no_loops),
+        row.name,
+        str(row.depth) if row.has_depth else "",
+        row.shape if figures.drafted_per_step else "",
+        f"{figures.tokens_per_step:.2f}",
+        _number(figures.tokens_per_step_no_loops),
         "" if result.speedup is None else f"{result.speedup:.2f}x",
         "" if result.speedup_range is None else "{:.2f}-{:.2f}".format(*result.speedup_range),
         "" if target is None else f"{result.predicted(target):.2f}x",
         "" if best is None else f"{best}{'+' if best == len(positions) > 0 else ''}",
         {True: "equal", False: "DIFFERENT", None: ""}[result.identical],
-        f"{result.drafted_per_step:.1f}",
+        f"{figures.drafted_per_step:.1f}",
         " ".join(f"{100 * share:.0f}" for share in positions[:POSITIONS]),
         _number(result.step_ms),
         _number(result.ms_per_drafted),
@@ -116,52 +114,27 @@ def _number(value: float | None) -> str:
 def render_markdown(comparison: Comparison) -> str:
     """Return the tables in Markdown, as in docs/drafters.md."""
     parts = [f"{comparison.partial}.\n"] if comparison.partial else []
-    for condition in comparison.conditions:
+    for condition in comparison.tables:
         parts.append(f"{condition}:\n\n{markdown_table(*table_of(comparison, condition))}")
     return "\n".join([*parts, *(f"{note}\n" for note in notes(comparison))])
 
 
 def render_page(comparison: Comparison) -> str:
     """Return the HTML page."""
-    drafted = [each for each in comparison.results if each.drafter != "none" and each.speedup is not None]
+    drafted = [each for each in comparison.results if each.row.name != "none" and each.speedup is not None]
     fastest = max(drafted, key=lambda result: result.speedup or 0.0, default=None)
     cards = [pages.card("outputs of exact verification", "identical" if comparison.is_exact else "DIFFERENT")]
     if fastest is not None and not comparison.conclusion:
-        where = f"{fastest.drafter}, {fastest.condition}"
+        where = f"{fastest.row.name}, {fastest.condition}"
         cards.append(pages.card("largest speed-up here", f"{fastest.speedup:.2f}x", where, kind="green"))
-    colors = [("gray pale", "tokens per step"), ("green", "speed-up here"), (svg.DASHED, "no drafts, 1")]
     sections = []
-    for condition in comparison.conditions:
-        table = html_table(*table_of(comparison, condition))
-        sections.append(f"<section><h2>{escape(str(condition))}</h2>{_bars(comparison, condition)}{table}</section>")
-    main = "".join([pages.cards(cards), legend(colors), *sections, pages.small_print(notes(comparison))])
+    for condition in comparison.tables:
+        heads, rows = table_of(comparison, condition)
+        table = html_table(heads, with_bars(heads, rows, BARS))
+        sections.append(f"<section><h2>{escape(str(condition))}</h2>{table}</section>")
+    colors = legend((color, heading) for heading, color in BARS.items())
+    main = "".join([pages.cards(cards), colors, *sections, pages.small_print(notes(comparison))])
     title = f"Drafters for {comparison.settings['model']}"
     facts = pages.facts({**comparison.settings, **comparison.versions})
     lead = f"{comparison.partial}. {comparison.recommendation()}" if comparison.partial else comparison.recommendation()
     return pages.page(title, main, facts, lead=lead)
-
-
-def _bars(comparison: Comparison, condition: Condition) -> str:
-    """Return a chart with two bars per drafter, tokens per step and speed-up."""
-    results = comparison.of(condition)
-    height = BAR * len(results) + 50
-    frames = Frame(900, height, left=200, right=60, top=6), Frame(height=height, left=130, top=6)
-    return svg.for_screens(lambda frame, kind: _bars_in(frame, results, str(condition), kind), frames)
-
-
-def _bars_in(frame: Frame, results: Sequence[Result], label: str, kind: str) -> str:
-    ticks = svg.ticks(max(result.tokens_per_step for result in results))
-    x = frame.x_scale(0, ticks[-1])
-    parts = svg.x_axis(frame, x, [(tick, f"{tick:g}") for tick in ticks])
-    parts += [
-        svg.x_title(frame, "tokens per step, and speed-up"),
-        svg.line(x(1), frame.top, x(1), frame.floor, kind=svg.DASHED),
-    ]
-    for number, result in enumerate(results):
-        y = frame.top + BAR * number
-        name = f"{result.drafter}, K = {result.K}" if result.has_depth else result.drafter
-        parts.append(svg.text(name, frame.left - svg.LABEL_GAP, y + 14, text_anchor="end"))
-        for top, value, color in ((2, result.tokens_per_step, "gray pale"), (11, result.speedup or 0.0, "green")):
-            tooltip = f"{name}: {value:.2f}"
-            parts.append(svg.rect(frame.left, y + top, x(value) - frame.left, 8, tooltip, kind=f"bar {color}"))
-    return svg.chart(frame, label, parts, kind)

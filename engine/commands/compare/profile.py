@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
@@ -14,21 +12,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from drafter_service.observability.measuring.results import cpu_name
-from engine.commands.compare.figures import run_group
+from engine.commands.compare.results import Condition
 from engine.commands.compare.rows import Row, unusable
-from engine.commands.launch import launch, load
+from engine.commands.compare.trial import Trial, Workload
+from engine.commands.launch import load
 from engine.commands.options import EngineOptions
-from engine.config import EngineConfig
-from engine.engine import COMMON_SAMPLING, Engine
+from engine.engine import COMMON_SAMPLING
 from engine.executor.build import SIZES, build_executors
 from engine.models.decoder import Decoder
 from engine.models.tokenizer import Tokenizer
-from engine.scheduling.report import StepReport
-from engine.scheduling.request import Request, SamplingParams
 from ssd.budget.cost_profile import CostProfile
 
-STEPS = 24
-"""Number of steps whose median is the time of drafting."""
+TOKENS = 24
+"""Length of outputs; the time of drafting is the median over their steps."""
 PROMPT_TOKENS = 64
 """Length of the random prompts."""
 
@@ -44,75 +40,44 @@ def write_profile(options: EngineOptions, rows: Sequence[Row], concurrency: Sequ
             usable.append(row)
     model = load(options)
     tokenizer = Tokenizer(options.model)
+    drafter_ms: dict[str, dict[int, dict[int, float]]] = {}
     with console.status("measuring steps") as status:
         profile = measure_steps(model, options, concurrency)
-
-        def announce(name: str) -> None:
-            status.update(f"measuring {escape(name)}")
-
-        drafter_ms = measure_drafters(model, tokenizer, options, usable, concurrency, announce)
+        for row in usable:
+            status.update(f"measuring {escape(row.name)}")
+            for sequences in concurrency:
+                drafting_s = measure_drafting(model, tokenizer, options, row, sequences)
+                by_depth = drafter_ms.setdefault(row.name, {}).setdefault(row.depth if row.has_depth else 0, {})
+                by_depth[sequences] = 1e3 * drafting_s
     replace(profile, drafter_ms=drafter_ms).write(out)
     console.print(f"wrote {out}: {profile.label}", markup=False)
 
 
 def measure_steps(model: Decoder, options: EngineOptions, concurrency: Sequence[int]) -> CostProfile:
     """Return the durations of steps with up to `max_draft` draft tokens for each of `concurrency` sequences."""
-    config = _config(options, max(concurrency))
+    most = max(concurrency)
+    rows = most * (1 + options.config.max_draft)
+    config = replace(options.config, max_sequences=most, max_step_tokens=max(options.config.max_step_tokens, rows))
     executors = build_executors(model, config, options.attention, COMMON_SAMPLING, lambda _: None, measure=True)
     assert executors.curve is not None
-    largest = config.max_sequences * (1 + config.max_draft)
     step_ms = {
         tokens: {
             sequences: round(1e3 * float(executors.curve.seconds(tokens, sequences)), 6)
             for sequences in concurrency
             if sequences <= tokens <= sequences * (1 + config.max_draft)
         }
-        for tokens in sorted({*concurrency, largest, *(size for size in SIZES if size < largest)})
+        for tokens in sorted({*concurrency, rows, *(size for size in SIZES if size < rows)})
     }
     return CostProfile(device_name(model), options.model.name, {size: row for size, row in step_ms.items() if row})
 
 
-def measure_drafters(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    options: EngineOptions,
-    rows: Sequence[Row],
-    concurrency: Sequence[int],
-    announce: Callable[[str], None] = lambda _: None,
-) -> dict[str, dict[int, dict[int, float]]]:
-    """Return the median time that drafting adds to a step, as `CostProfile.drafter_ms`, with random prompts."""
-    found: dict[str, dict[int, dict[int, float]]] = {}
-    for row in rows:
-        announce(row.name)
-        for sequences in concurrency:
-            own = replace(
-                options,
-                drafter=row.drafter,
-                drafter_options=row.options,
-                config=replace(_config(options, sequences), draft_shape=row.shape),
-            )
-            engine = launch(model, tokenizer, own, warn=announce, notify=lambda _: None, verifies_all=True)
-            with closing(engine):
-                by_depth = found.setdefault(row.name, {}).setdefault(row.depth if row.has_depth else 0, {})
-                by_depth[sequences] = 1e3 * _drafting_s(engine, sequences)
-    return found
-
-
-def _drafting_s(engine: Engine, sequences: int) -> float:
-    on_device = engine.device_drafting_s(sequences)
-    if on_device is not None:
-        return on_device
-    rng = np.random.default_rng(0)
-    room = engine.model.max_positions - STEPS * (1 + engine.max_draft) - 1
-    prompts = rng.integers(engine.model.vocab_size, size=(sequences, max(1, min(PROMPT_TOKENS, room))), dtype=np.uint32)
-    sampling = SamplingParams(STEPS * (1 + engine.max_draft), ignore_eos=True)
-    seconds: list[float] = []
-
-    def observe(report: StepReport) -> None:
-        seconds.append(report.times.draft)
-
-    run_group(engine, [Request(prompt, sampling) for prompt in prompts], STEPS, observe)
-    return median(seconds)
+def measure_drafting(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, row: Row, sequences: int) -> float:
+    """Return the median time that drafting adds to a step of some sequences with random prompts, in seconds."""
+    room = model.config.max_positions - TOKENS - options.config.max_draft - 2
+    size = (sequences, max(1, min(PROMPT_TOKENS, room)))
+    prompts = np.random.default_rng(0).integers(model.config.vocab_size, size=size, dtype=np.uint32)
+    trial = Trial(model, tokenizer, options, Workload((), [*prompts], TOKENS), lambda _: None, lambda *_: None)
+    return trial.count(row, Condition("exact", 0.0, sequences)).drafting_s
 
 
 def device_name(model: Decoder) -> str:
@@ -121,8 +86,3 @@ def device_name(model: Decoder) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-
-def _config(options: EngineOptions, sequences: int) -> EngineConfig:
-    rows = sequences * (1 + options.config.max_draft)
-    return replace(options.config, max_sequences=sequences, max_step_tokens=max(options.config.max_step_tokens, rows))

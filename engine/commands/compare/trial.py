@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafter_service.observability.measuring.rounds import Timer, alternated, median_of, median_ratio
-from engine.commands.compare.figures import Figures, Output, groups, run_group
-from engine.commands.compare.results import Condition, Result
+from drafter_service.observability.measuring.rounds import Timer, alternated, columns
+from engine.commands.compare.results import Condition, Figures, Output, Result, groups, run_group
 from engine.commands.compare.rows import Row
 from engine.commands.launch import launch
 from engine.commands.options import EngineOptions
@@ -111,10 +110,6 @@ class Trial:
     observe: Callable[[StepReport], None] = lambda _: None
     """Called with the report of each step. An exception that it raises ends the trial."""
 
-    def baseline(self, condition: Condition) -> Counted:
-        """Run plain decoding."""
-        return self._count(BASELINE, condition)
-
     def run(
         self, rows: Sequence[Row], condition: Condition, expected: Counted, skip: Callable[[str, str], None]
     ) -> Iterator[list[Result]]:
@@ -127,20 +122,20 @@ class Trial:
         counted = [(BASELINE, expected)]
         for row in rows:
             try:
-                counted.append((row, self._count(row, condition)))
+                counted.append((row, self.count(row, condition)))
             except UserError as problem:
                 skip(row.name, f"cannot be built: {problem}")
                 continue
-            yield [self._result(row, own, condition, expected, []) for row, own in counted]
-        turns: list[list[Turn]] = [[] for _ in counted]
+            yield [self._result(row, own, condition, expected, (), ()) for row, own in counted]
+        rounds: list[dict[int, Turn]] = []
         with self.running([row for row, _ in counted], condition) as cases:
             requests = groups(self.workload.requests_of(condition), condition.concurrency)
             for done in alternated(dict(enumerate(cases)), requests):
-                for number, turn in done.items():
-                    turns[number].append(turn)
+                rounds.append(done)
+                turns = columns(rounds)
                 yield [
-                    self._result(row, own, condition, expected, list(zip(mine, turns[0], strict=True)))
-                    for (row, own), mine in zip(counted, turns, strict=True)
+                    self._result(row, own, condition, expected, turns[number], turns[0])
+                    for number, (row, own) in enumerate(counted)
                 ]
 
     @contextmanager
@@ -160,26 +155,31 @@ class Trial:
             yield cases
 
     def _result(
-        self, row: Row, own: Counted, condition: Condition, expected: Counted, turns: Sequence[tuple[Turn, Turn]]
+        self,
+        row: Row,
+        own: Counted,
+        condition: Condition,
+        expected: Counted,
+        mine: Sequence[Turn],
+        plain: Sequence[Turn],
     ) -> Result:
-        """Return the result of a row; turns: its own and that of the baseline of each round."""
+        """Return the result of a row; mine, plain: its turns so far, and those of the baseline."""
         must_equal = condition.verification == "exact" or condition.temperature == 0
-        mine, plain = [turn for turn, _ in turns], [turn for _, turn in turns]
-        ratios = [turn.rate / other.rate for turn, other in turns]
-        return Result.of(
+        ratios = [turn.rate / other.rate for turn, other in zip(mine, plain, strict=True)]
+        return Result(
             row,
             condition,
             own.figures,
+            self._is_same(own.outputs, expected.outputs, mine) if must_equal else None,
             step_ms=1e3 * own.step_s,
             drafting_ms=1e3 * own.drafting_s,
-            identical=self._is_same(own.outputs, expected.outputs, mine) if must_equal else None,
-            tokens_per_s=median_of(mine, lambda turn: turn.rate) if turns else None,
-            speedup=median_ratio(mine, plain, lambda turn: turn.rate) if turns else None,
-            speedup_range=(min(ratios), max(ratios)) if turns else None,
+            tokens_per_s=median(turn.rate for turn in mine) if mine else None,
+            speedup=median(ratios) if mine else None,
+            speedup_range=(min(ratios), max(ratios)) if mine else None,
             prompts=sum(len(turn.completions) for turn in mine),
         )
 
-    def _count(self, row: Row, condition: Condition) -> Counted:
+    def count(self, row: Row, condition: Condition) -> Counted:
         """Run the measured requests after the earlier ones, and verify all draft tokens."""
         with closing(self._engine(row, condition, verifies_all=True)) as engine:
             self._run_earlier(engine, row, condition, verifies_all=True)

@@ -23,7 +23,7 @@ DOCUMENT = MADE.model_dump_json()
 
 
 def link_to(address, token=None):
-    return Link(address, None, None, None, token)
+    return Link(address=address, token_file=token)
 
 
 def run(command, *arguments):

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.auth.callers import Right, read_callers, sha256_of
-from drafter_service.commands.token import token
+from drafter_service.commands.admin import token
 from ssd.errors import UserError
 
 

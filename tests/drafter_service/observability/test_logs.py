@@ -67,13 +67,13 @@ def test_messages_of_libraries_are_logged_without_arguments(logs):
     warnings.warn("old", stacklevel=1)
     first, second = logs()
     assert (first["event"], first["level"], first["logger"]) == ("lost %s, attempt %d", "warning", "redis")
-    assert (second["logger"], second["event"].endswith("UserWarning: old")) == ("py.warnings", True)
+    assert (second["logger"], second["event"].endswith(": UserWarning")) == ("py.warnings", True)
 
 
 def test_debug_level_applies_to_own_loggers_only(logs):
     configure_logs("json", "debug", stream := io.StringIO())
     structlog.get_logger("drafter_service.x").debug("seen")
-    logging.getLogger("ssd.corpus.corpus").debug("seen too")
+    logging.getLogger("ssd.corpus.corpus").debug("seen %s", "too")
     logging.getLogger("numba").debug("not seen")
     assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["seen", "seen too"]
     configure_logs("json", "error", stream := io.StringIO())
@@ -124,18 +124,9 @@ def test_lines_cannot_be_forged(logs, style):
     assert "\x1b[2J" not in stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("message", "logged"),
-    [
-        (f"it failed\nprompt: {SECRET}", "it failed"),
-        (f"it said {SECRET!r}", "it said"),
-        (f"task <Task name={SECRET}>", "task"),
-        (f"callback fail({SECRET})", "callback fail"),
-    ],
-)
-def test_a_library_message_is_its_beginning(logs, message, logged):
-    logging.getLogger("library").error(message)
-    assert logs()[0]["event"] == logged
+def test_a_library_message_that_was_formatted_is_its_place(logs):
+    logging.getLogger("library").error(f"it failed\nprompt: {SECRET}")
+    assert re.fullmatch(r"message at test_logs\.py:\d+", logs()[0]["event"])
 
 
 def test_asyncio_messages_contain_no_values(logs):

@@ -18,18 +18,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-import drafter_service.observability.metrics.endpoint as endpoint_module
+from drafter_service.observability import metrics
 from drafter_service.observability.facts import BOUNDS_S, Engine, EngineUse
-from drafter_service.observability.metrics.catalogue import BUCKETS
-from drafter_service.observability.metrics.collector import KEPT_S, DrafterCollector, buckets
-from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
+from drafter_service.observability.metrics import (
+    BUCKETS,
+    KEPT_S,
+    DrafterCollector,
+    MetricsEndpoint,
+    buckets,
+    facts_from_loop,
+)
+from drafter_service.observability.report.schema import SharedLogReport
 from ssd.budget.totals import BudgetTotals
 from ssd.errors import UserError
 from ssd.stats import ACCEPTED, VERIFIED, Stats
-from tests.drafter_service.service_facts import filled_stats, latency_of, namespace_facts, service_facts
+from tests.drafter_service.observability.report.samples import durations, filled_namespace, filled_stats, service
 
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+LOG = SharedLogReport(
+    published_tokens=11, consumed_tokens=12, dropped_tokens=14, malformed=17, gaps=18, is_connected=True, lag_s=1.5
+)
 DRAFT_LATENCY = "ssd_drafter_draft_latency_seconds"
+
+
+def metered(*namespaces, log=LOG):
+    """Return facts of a service."""
+    return service(*namespaces, version="1.2.3", refused=9, log=log)
 
 
 @contextmanager
@@ -62,13 +76,13 @@ def collected(collector):
 
 
 def families(*namespaces):
-    return list(DrafterCollector(lambda: service_facts(*namespaces)).collect())
+    return list(DrafterCollector(lambda: metered(*namespaces)).collect())
 
 
 def test_counters_of_a_namespace_over_http():
     stats = filled_stats(1)
     counters = stats.counters
-    with scraped(lambda: service_facts(namespace_facts(stats=stats))) as read:
+    with scraped(lambda: metered(filled_namespace(stats=stats))) as read:
         values = samples(read())
     assert values["ssd_drafter_steps_total", "main"] == stats.steps
     assert values["ssd_drafter_hits_total", "main"] == stats.hits
@@ -80,13 +94,13 @@ def test_counters_of_a_namespace_over_http():
 def test_durations_of_steps_are_sums_over_their_sizes():
     budget = BudgetTotals(withheld=400)
     budget.sizes[3], budget.sizes[14] = (50, 1.5, 1.25), (1, 2.0, 3.0)
-    values = collected(DrafterCollector(lambda: service_facts(namespace_facts(budget=budget))))
+    values = collected(DrafterCollector(lambda: metered(filled_namespace(budget=budget))))
     names = ("recorded_steps", "step_seconds", "expected_step_seconds", "withheld_tokens")
     assert [values[f"ssd_drafter_{name}_total", "main"] for name in names] == [51, 3.5, 4.25, 400]
 
 
 def test_other_metrics_of_namespaces_and_the_service():
-    values = collected(DrafterCollector(lambda: service_facts(namespace_facts())))
+    values = collected(DrafterCollector(lambda: metered(filled_namespace())))
     of_namespace = {
         "corpus_capacity_tokens": 1000,
         "corpus_tokens": 900,
@@ -117,13 +131,13 @@ def test_other_metrics_of_namespaces_and_the_service():
 
 
 def test_log_metrics_need_a_shared_log():
-    values = collected(DrafterCollector(lambda: service_facts(log=None)))
+    values = collected(DrafterCollector(lambda: service(log=None)))
     assert not [key for key in values if "_log_" in key[0]]
 
 
 @given(st.lists(st.floats(1e-7, 50) | st.sampled_from(BOUNDS_S), max_size=30))
 def test_buckets_count_durations_up_to_their_bound(seconds):
-    counts, total_s = buckets(latency_of(*seconds))
+    counts, total_s = buckets(durations(*seconds))
     assert [bound for bound, _ in counts] == list(BUCKETS)
     for bound, count in counts:
         # Bucket labels have six digits, the bounds of the bins have more.
@@ -132,7 +146,7 @@ def test_buckets_count_durations_up_to_their_bound(seconds):
 
 
 def test_exported_buckets_are_cumulative():
-    values = collected(DrafterCollector(lambda: service_facts(namespace_facts())))
+    values = collected(DrafterCollector(lambda: metered(filled_namespace())))
     exported = [
         values[f"{DRAFT_LATENCY}_bucket", "main", bound] for bound in ("2e-05", "4e-05", "0.00064", "10.4858", "+Inf")
     ]
@@ -162,8 +176,8 @@ def by_engine(collector):
 
 def test_engines_of_each_namespace_are_exported_for_an_hour_after_they_were_connected():
     uses = {VLLM_ENGINE: used(1, 10, 2), SGLANG_ENGINE: used(2, 5)}
-    other = namespace_facts("b", uses={VLLM_ENGINE: used(1, 1)})
-    collector = DrafterCollector(lambda: service_facts(namespace_facts("a", uses=uses), other))
+    other = filled_namespace("b", uses={VLLM_ENGINE: used(1, 1)})
+    collector = DrafterCollector(lambda: metered(filled_namespace("a", uses=uses), other))
     vllm, sglang = (("a", each.host, *each) for each in (VLLM_ENGINE, SGLANG_ENGINE))
     assert by_engine(collector) == {
         vllm: (1, 10, 2, 30),
@@ -186,7 +200,7 @@ def test_documentation_lists_every_metric():
         if line.startswith("| `")
     ]
     exported = []
-    for family in families(namespace_facts(stats=filled_stats(1), uses={VLLM_ENGINE: used(1)})):
+    for family in families(filled_namespace(stats=filled_stats(1), uses={VLLM_ENGINE: used(1)})):
         labels = [label for label in family.samples[0].labels if label != "le"]
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
         exported.append(
@@ -199,7 +213,7 @@ def test_documentation_lists_every_metric():
 
 def test_descriptions_are_sentences_with_units():
     units = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "requests": "requests"}
-    for family in families(namespace_facts()):
+    for family in families(filled_namespace()):
         assert family.documentation.endswith("."), family.name
         for word, unit in units.items():
             if word in family.name.split("_"):
@@ -210,23 +224,23 @@ def test_promtool_accepts_the_metrics():
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; apt-get install prometheus")
-    with scraped(lambda: service_facts(namespace_facts(stats=filled_stats(1)))) as read:
+    with scraped(lambda: metered(filled_namespace(stats=filled_stats(1)))) as read:
         text = read()
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
     assert not done.stderr
 
 
 def test_port_is_free_after_stop():
-    endpoint = MetricsEndpoint(service_facts, "127.0.0.1:0")
+    endpoint = MetricsEndpoint(metered, "127.0.0.1:0")
     endpoint.start()
     used = endpoint.address.text
     with pytest.raises(UserError, match=f"reports.metrics: cannot serve at {used}: Address already in use; choose"):
-        MetricsEndpoint(service_facts, used).start()
+        MetricsEndpoint(metered, used).start()
     endpoint.stop()
     endpoint.stop()
     with pytest.raises(OSError, match="refused"):
         fetch(endpoint)
-    again = MetricsEndpoint(service_facts, used)
+    again = MetricsEndpoint(metered, used)
     again.start()
     assert "ssd_drafter_info" in fetch(again)
     again.stop()
@@ -244,10 +258,10 @@ def test_failures_are_logged_and_the_next_scrape_tries_again(problem, answer, ev
         if not asked:
             asked.append(True)
             raise problem
-        return service_facts()
+        return metered()
 
     asked, logger = [], Mock()
-    monkeypatch.setattr(endpoint_module, "logger", logger)
+    monkeypatch.setattr(metrics, "logger", logger)
     with scraped(facts) as read:
         with pytest.raises(answer):
             read()
@@ -261,7 +275,7 @@ def test_endpoint_serves_on_ipv6():
         socket.socket(socket.AF_INET6).bind(("::1", 0))
     except OSError:
         pytest.skip("this machine has no IPv6")
-    endpoint = MetricsEndpoint(service_facts, "[::1]:0")
+    endpoint = MetricsEndpoint(metered, "[::1]:0")
     endpoint.start()
     assert "ssd_drafter_info" in fetch(endpoint)
     endpoint.stop()
@@ -270,7 +284,7 @@ def test_endpoint_serves_on_ipv6():
 @pytest.mark.parametrize("address", ["unix:/tmp/metrics.sock", "9400", "localhost:", "localhost:99999"])
 def test_address_must_be_host_and_port(address):
     with pytest.raises(UserError):
-        MetricsEndpoint(service_facts, address)
+        MetricsEndpoint(metered, address)
 
 
 def test_facts_are_read_in_the_event_loop():
@@ -278,7 +292,7 @@ def test_facts_are_read_in_the_event_loop():
 
     def facts():
         threads.append(threading.current_thread())
-        return service_facts()
+        return metered()
 
     async def serve_and_read():
         with scraped(facts_from_loop(asyncio.get_running_loop(), facts)) as read:

@@ -5,9 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from drafter_service.observability.pages import charts, page, svg, tables
-from drafter_service.observability.pages.charts import Axis, Series
-from drafter_service.observability.pages.svg import Frame
+from drafter_service.observability.pages import charts, page, tables
+from drafter_service.observability.pages.charts import Axis, Frame, Series
 from drafter_service.observability.pages.tables import Markup, Value
 
 
@@ -25,24 +24,24 @@ def test_scales_clip_values_and_accept_an_empty_range():
 
 @pytest.mark.parametrize("largest", [1e-9, 0.3, 1.0, 2.0, 7.0, 10.0, 99.9, 1e6, 3e12])
 def test_ticks_are_few_round_and_reach_the_largest_value(largest):
-    marks = svg.ticks(largest)
+    marks = charts.ticks(largest)
     assert marks[0] == 0
     assert marks[-1] == pytest.approx(largest) or marks[-2] < largest < marks[-1]
-    assert 3 <= len(marks) <= svg.MAX_TICKS + 1
+    assert 3 <= len(marks) <= charts.MAX_TICKS + 1
     assert f"{marks[1]:.0e}"[0] in "125"
 
 
 def test_ticks_without_values_and_of_counts():
-    assert svg.ticks(0.0) == [0.0, 1.0]
-    assert svg.ticks(1.0, min_step=1) == [0.0, 1.0]
+    assert charts.ticks(0.0) == [0.0, 1.0]
+    assert charts.ticks(1.0, min_step=1) == [0.0, 1.0]
 
 
 def test_text_is_escaped_and_markup_is_not():
     evil = '<b>&"'
     escaped = "&lt;b&gt;&amp;&quot;"
-    assert svg.text(evil, 1, 2, kind=evil) == f'<text x="1.0" y="2.0" class="{escaped}">{escaped}</text>'
-    assert svg.circle(1, 2, 3, evil).endswith(f"<title>{escaped}</title></circle>")
-    assert f'aria-label="{escaped}"' in svg.chart(Frame(), evil, [])
+    assert charts.text(evil, 1, 2, kind=evil) == f'<text x="1.0" y="2.0" class="{escaped}">{escaped}</text>'
+    assert charts.circle(1, 2, 3, evil).endswith(f"<title>{escaped}</title></circle>")
+    assert f'aria-label="{escaped}"' in charts.chart(Frame(), evil, [])
     assert tables.html_table((evil,), [(Markup("<i></i>"),), (evil,)]).count(escaped) == 2
     assert "<td><i></i></td>" in tables.html_table(("",), [(Markup("<i></i>"),)])
     for shown in (charts.legend([("green", evil)]), page.card(evil, evil, evil), page.panel(evil, evil, "")):
@@ -89,10 +88,10 @@ def test_a_line_chart_has_axes_marks_and_a_legend():
     ]
     x, y = Axis.of(["p", "q", "r"], "things"), Axis.to(9, "units")
     shown = charts.line_chart("all", x, y, series, frames=[frame], reference=(5, "half"))
-    assert shown.count("<polyline") == 2
+    assert shown.count("<polyline") == 3
     assert '<polyline points="10.0,60.0 110.0,35.0" class="line green">' in shown
     assert '<circle cx="60.0" cy="10.0" r="3.5" class="dot blue"><title>one</title></circle>' in shown
-    assert '<polygon points="10.0,60.0 10.0,10.0 110.0,10.0 110.0,60.0" class="area amber">' in shown
+    assert '<polyline points="10.0,60.0 10.0,10.0 110.0,10.0 110.0,60.0" class="area amber">' in shown
     assert '<line x1="10.0" y1="35.0" x2="110.0" y2="35.0" class="dashed">' in shown
     for entry in ("line green", "blue", "gray", "amber", "dashed"):
         assert f'<i class="{entry}"></i>' in shown
@@ -104,7 +103,7 @@ def test_a_line_chart_has_axes_marks_and_a_legend():
 def test_lines_have_gaps_where_values_are_not_known():
     points = [(0, 1.0), (1, 2.0), (2, None), (3, 2.0)]
     shown = charts.line_chart("all", Axis.of("pqrs", "x"), Axis.to(2, "y"), [Series("a", "green", points, "area")])
-    assert [shown.count(f"<{name}") for name in ("polyline", "polygon", "circle")] == [2, 2, 1]
+    assert [shown.count(f"<{name}") for name in ("polyline", "circle")] == [4, 1]
 
 
 def test_a_bar_chart_has_bars_below_and_tooltips():

@@ -1,6 +1,7 @@
 """Settings that users of a host give, and the identity of the model that it serves."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from drafter_service.auth.connector import ClientAccess
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.settings import (
+    SETTINGS,
     PluginSettings,
     host_settings,
     identity_of,
@@ -20,6 +22,7 @@ from drafter_service.plugins.settings import (
 )
 from ssd.errors import UserError
 
+HOSTS = Path(__file__).parents[3] / "docs" / "hosts.md"
 MODEL = ModelIdentity(name="m", vocab_size=50)
 
 
@@ -57,17 +60,18 @@ def test_given_settings_precede_those_of_the_environment_and_these_the_defaults(
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"adress": "x"}, "unknown setting 'adress'"),
-        ({"model": "m"}, "unknown setting 'model'"),
-        ({"capacity": "much"}, "setting capacity: "),
-        ({"capacity": 100}, r"setting capacity: .* 4096"),
-        ({"capacity": 1 << 33}, r"setting capacity: .* 4042321904"),
-        ({"deadline_s": 0}, r"setting deadline_s: .* 0"),
+        ({"adress": "x"}, "there is no setting adress; did you mean access?"),
+        ({"model": "m"}, "there is no setting model; "),
+        ({"model": {"name": "m"}}, "there is no setting model.name; "),
+        ({"capacity": "much"}, "capacity: 'much' is not a number"),
+        ({"capacity": 100}, r"capacity: .* 4096"),
+        ({"capacity": 1 << 33}, r"capacity: .* 4042321904"),
+        ({"deadline_s": 0}, r"deadline_s: .* 0"),
         ({"access": {"key": "k"}}, "needs certificate"),
-        ({"engine": "my engine"}, "setting engine 'my engine' is not a name of an engine; use at most 128 letters"),
+        ({"engine": "my engine"}, "engine 'my engine' is not a name of an engine; use at most 128 letters"),
         (
             {"sidecar": "/tmp/ssd-drafter.sock"},
-            "setting sidecar: '/tmp/ssd-drafter.sock' is not an address; give unix:/",
+            "sidecar: '/tmp/ssd-drafter.sock' is not an address; give unix:/",
         ),
     ],
 )
@@ -75,7 +79,7 @@ def test_unreadable_settings_are_named(environment, values, reason):
     with pytest.raises(UserError, match=reason):
         read_settings(values)
     environment(json.dumps(values))
-    with pytest.raises(UserError, match=f"variable SSD_PLUGIN: .*{reason}"):
+    with pytest.raises(UserError, match=reason):
         read_settings({})
 
 
@@ -84,6 +88,11 @@ def test_an_environment_without_settings_is_refused(environment, text, reason):
     environment(text)
     with pytest.raises(UserError, match=f"variable SSD_PLUGIN.* {reason}"):
         read_settings({})
+
+
+def test_the_documentation_lists_all_settings():
+    table = HOSTS.read_text().partition("\n## Settings\n")[2].partition("\n### ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [*SETTINGS.settings]
 
 
 def test_settings_of_a_host_identify_its_model(model_folder):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from drafter_service.auth.control import AccessControl
+from drafter_service.auth.callers import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.admin import Admin
 from drafter_service.server.namespace import ClosedError, Namespace

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from drafter_service.auth.control import AccessControl
+from drafter_service.auth.callers import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import default_namespace

@@ -9,9 +9,8 @@ from dataclasses import fields, replace
 import pytest
 
 from engine.api import server
-from engine.api.server import ServerConfig
 from engine.api.tools.formats import FORMATS
-from engine.commands.options import EngineOptions
+from engine.commands.options import EngineOptions, ServerConfig
 from engine.models.shipped import SHIPPED_MODEL
 from ssd.errors import UserError
 

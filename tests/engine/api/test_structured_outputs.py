@@ -196,7 +196,7 @@ def test_deeply_nested_schemas_are_answered(http, depth):
 
 
 def test_the_server_reads_the_tokenizer_before_the_first_grammar(folder):
-    options = EngineOptions(folder, "cpu", "auto", "auto", "none", {}, {}, "", None, EngineConfig(kv_memory_mib=16))
+    options = EngineOptions(folder, "cpu", config=EngineConfig(kv_memory_mib=16))
     engine = build_engine_from(options, ())
     assert "tokenizer" in vars(engine._grammars)
     engine.close()

@@ -60,7 +60,7 @@ def test_an_interruption_while_modules_are_imported_is_one_line(command, tmp_pat
 
 
 def test_an_interruption_is_one_line(monkeypatch):
-    def interrupt(_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("engine.commands.generate.run_generate", interrupt)

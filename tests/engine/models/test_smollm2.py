@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.commands.demo.tasks import make_tasks
+from engine.commands.compare.workload import make_tasks
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine

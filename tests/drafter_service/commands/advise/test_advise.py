@@ -13,11 +13,10 @@ from click.testing import CliRunner
 from drafter_service.commands.advise import trials
 from drafter_service.commands.advise.advice import advise, plan_samples, plan_whole
 from drafter_service.commands.advise.page import HEADS
-from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
-from drafter_service.commands.advise.trials import run_trials
+from drafter_service.commands.advise.trials import Origins, run_trials
 from drafter_service.commands.main import cli
-from drafter_service.settings.load import load_settings
+from drafter_service.settings.tree import load_settings
 from ssd.budget.cost_profile import CostProfile
 from tests.browser import page_faults
 from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, write_log

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from drafter_service.commands.advise.host_flags import best_padded, ranges_of, vllm_choice, vllm_flags
+from drafter_service.commands.advise.advice import best_padded, ranges_of, vllm_choice, vllm_flags
 from drafter_service.commands.advise.trials import Outcome, Trial
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from drafter_service.commands.advise.provenance import EVERY, Tracer
+from drafter_service.commands.advise.trials import EVERY, Tracer
 from ssd import Corpus
 from ssd.replay import Step
 from ssd.types import DraftBatch, Path, Source

@@ -5,7 +5,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from drafter_service.commands.conformance.engine_side import EngineChecker, engine_checks
+from drafter_service.commands.conformance.engine_side import RULES, EngineChecker
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.types import StepTime
 from tests.drafter_service.commands.conformance.mini_engine import PROMPT, MiniEngine
@@ -20,7 +20,6 @@ def failures(checker=None, **wrong):
 def test_a_correct_engine_passes():
     engine = MiniEngine(EngineChecker())
     assert engine.run_all() == {}
-    assert engine.checker.checks.have_passed
     assert engine.checker.is_complete
 
 
@@ -31,7 +30,6 @@ def test_an_engine_that_verifies_a_part_of_each_draft_passes():
 def test_durations_of_steps_are_optional():
     engine = type("SilentEngine", (MiniEngine,), {"time_of": lambda *_: None})(EngineChecker())
     assert engine.run_all() == {}
-    assert engine.checker.checks.have_passed
 
 
 def test_an_engine_that_waits_for_late_answers_passes():
@@ -184,5 +182,4 @@ def test_a_sequence_that_was_never_started_is_found(engine):
 
 def test_the_documentation_names_all_checks():
     text = (Path(__file__).parents[4] / "docs" / "integrating.md").read_text()
-    checks = engine_checks().failures
-    assert [name for name in checks if f"`{name}`" not in text] == []
+    assert [rule.name for rule in RULES if f"`{rule.name}`" not in text] == []

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.client import DrafterClient
-from drafter_service.commands.conformance import listening
-from drafter_service.commands.conformance.engine_side import EngineChecker
+from drafter_service.commands.conformance import engine_side
+from drafter_service.commands.conformance.engine_side import EngineChecker, run_engine_checks
 from drafter_service.commands.main import cli
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.transport.address import Address
@@ -43,7 +43,7 @@ class RunningChecks(threading.Thread):
         self.is_ready.set()
 
     def run(self):
-        asyncio.run(listening.run_engine_checks(*self._arguments))
+        asyncio.run(run_engine_checks(*self._arguments))
 
 
 def output(prompt):
@@ -71,7 +71,7 @@ def run_together(client, prompts, first_id):
 
 @pytest.mark.parametrize("transport", ["socket", "grpc"])
 def test_the_client_passes(transport, socket_address, monkeypatch):
-    monkeypatch.setattr(listening, "LATE_S", 0.1)
+    monkeypatch.setattr(engine_side, "LATE_S", 0.1)
     running_checks = RunningChecks(socket_address if transport == "socket" else "127.0.0.1:0")
     model = ModelIdentity("m", "t", "", VOCAB_SIZE)
     with DrafterClient(running_checks.address, deadline_s=0.02, model=model) as client:

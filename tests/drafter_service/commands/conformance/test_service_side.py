@@ -4,10 +4,8 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.auth.connector import ClientAccess, Connector
-from drafter_service.commands.conformance import service_rules, service_side
-from drafter_service.commands.conformance.raw_stream import RawGrpcStream
-from drafter_service.commands.conformance.service_rules import REFUSALS, RULES
-from drafter_service.commands.conformance.service_side import ServiceChecker
+from drafter_service.commands.conformance import service_side
+from drafter_service.commands.conformance.service_side import GARBAGE, REFUSALS, RULES, RawGrpcStream, ServiceChecker
 from drafter_service.commands.main import cli
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
@@ -88,7 +86,7 @@ FAULTS = {
 def test_a_fault_is_found(address, monkeypatch, direction, change, check):
     class ChangedStream(RawGrpcStream):
         def send(self, data):
-            if direction == "send" and data != b"\xff\xff\xff":
+            if direction == "send" and data != GARBAGE:
                 request = pb.DraftRequest.FromString(data)
                 change(request)
                 data = request.SerializeToString()
@@ -101,7 +99,7 @@ def test_a_fault_is_found(address, monkeypatch, direction, change, check):
             return response
 
     monkeypatch.setattr(service_side, "RawGrpcStream", ChangedStream)
-    monkeypatch.setattr(service_rules, "LEARNING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(service_side, "LEARNING_TIMEOUT_S", 0.2)
     failures = ServiceChecker(connector(address), "").run().failures
     assert failures.get(f"gRPC, {check}"), failures
 

@@ -136,9 +136,7 @@ def begun_namespace():
     """Return facts of a namespace in use for 90 seconds."""
     history = History()
     history.record(Sample(NOW - 90, *[0] * 9))
-    latency = Latency()
-    latency.record(0.0006)
-    latency.record(0.0011)
+    latency = durations(0.0006, 0.0011)
     return busy_namespace("begun", steps=9, history=history, draft_latency=latency, merge_latency=latency)
 
 
@@ -178,30 +176,24 @@ def spread(table, drafted, accepted, weights):
 
 def history_of(stats, appended, capacity, samples=300, hours=36):
     """Return a history with a period without steps, in which tokens per step grow up to the totals of `stats`."""
-    random = np.random.default_rng(2)
-    parts = np.arange(samples) / samples
-    daytime = np.where((parts > 0.4) & (parts < 0.55), 0.0, 1.2 + np.sin(2 * np.pi * 36 / 24 * parts))
-    work = np.cumsum(daytime * random.uniform(0.5, 1.5, samples))
-    gain = np.cumsum(
-        np.diff(work, prepend=0.0) * (1 - np.exp(-(parts + 0.03) * 3)) * random.uniform(0.85, 1.1, samples)
-    )
-    hit = np.cumsum(np.diff(work, prepend=0.0) * (0.6 + 0.3 * parts) * random.uniform(0.95, 1.05, samples))
-    work, gain, hit = (0.97 * grown / grown[-1] for grown in (work, gain, hit))
+    parts = np.linspace(0, 1, samples)
+    work = np.where(parts < 0.4, parts, np.maximum(0.4, parts - 0.15))
     history = History()
-    for part, worked, gained, hits in zip(parts, work, gain, hit, strict=True):
-        steps, accepted, grown = int(stats.steps * worked), int(stats.accepted * gained), int(appended * worked)
+    for part, worked in zip(parts, 0.97 * work / work[-1], strict=True):
+        steps, accepted, grown = int(stats.steps * worked), int(stats.accepted * worked**1.3), int(appended * worked)
+        learned = min(grown, capacity)
         history.record(
             Sample(
-                NOW - hours * HOUR * (1 - part),
-                steps,
-                steps + accepted,
-                int(stats.hits * hits),
-                int(stats.verified * (0.3 * worked + 0.7 * gained)),
-                accepted,
-                min(grown, capacity),
-                grown,
-                40_000_000 + int(156_000_000 * min(1.0, grown / capacity)),
-                int(600 * worked),
+                time=NOW - hours * HOUR * (1 - part * (samples - 1) / samples),
+                steps=steps,
+                committed=steps + accepted,
+                hits=int(stats.hits * worked**1.1),
+                drafted=int(stats.verified * worked**1.2),
+                accepted=accepted,
+                corpus_tokens=learned,
+                appended_tokens=grown,
+                memory_bytes=40_000_000 + int(156_000_000 * learned / capacity),
+                timeouts=int(600 * worked),
             )
         )
     return history
@@ -215,6 +207,40 @@ def latency_of(count, typical_s, spread_of_log):
     latency.counts = [counted * max(1, count // 400) for counted in latency.counts]
     latency.total_s *= max(1, count // 400)
     return latency
+
+
+def durations(*seconds):
+    """Return a latency of these durations."""
+    latency = Latency()
+    for each in seconds:
+        latency.record(each)
+    return latency
+
+
+def filled_stats(seed):
+    """Return statistics with random counts; drafts have 6 positions."""
+    stats, rng = Stats(), np.random.default_rng(seed)
+    for array in stats.counters:
+        array[:] = rng.integers(1, 1000, array.shape)
+    stats.counters.by_position[6:] = 0
+    return stats
+
+
+def filled_namespace(name="main", **changes):
+    """Return facts of a namespace with a small, different value in every field."""
+    counts = {"waiting_tokens": 60, "merges": 50, "base_merges": 40, "full_builds": 30, "forgotten_requests": 20}
+    facts = {
+        "corpus": corpus_of(1000, 900, 80, 70_000, **counts),
+        "shadow": ShadowUse(filled_stats(7), observed=90, scored=70),
+        "memory_bytes": 12_345,
+        "streams": 3,
+        "sequences": 17,
+        "draft_latency": durations(3e-5, 4e-4, 4e-4, 20.0),
+        "merge_latency": durations(0.011),
+        "clients": ClientTotals(timeouts=1, dropped=2, resyncs=3, reconnects=4),
+        "duplicates": 6,
+    }
+    return new_namespace(name, **(facts | changes))
 
 
 class Reporter(drafter_pb2_grpc.DrafterServiceServicer):

@@ -5,14 +5,14 @@ import json
 import re
 import signal
 import sys
-from dataclasses import fields
 
 import pytest
 
 from engine.commands import main as cli
 from engine.commands.compare import trial
 from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, notes, table_of
-from engine.commands.compare.results import Comparison, Result
+from engine.commands.compare.results import Comparison, Condition, Figures, Result
+from engine.commands.compare.rows import Row
 from engine.engine import Engine
 from engine.speculation import verify
 from ssd.budget.cost_profile import CostProfile
@@ -114,14 +114,13 @@ def test_the_page_is_self_contained(compare, tmp_path):
     assert tags_of(page)["td"] >= 3 * 8
 
 
-def test_only_the_columns_that_are_shown_are_explained(compare, tmp_path):
-    compare(tmp_path, "--requests", 1, "--temperature", 0, drafter="mtp")
-    document = read(tmp_path)
-    names = [each.name for each in fields(Result)]
-    results = [Result(**{name: result[name] for name in names}) for result in document["results"]]
-    comparison = Comparison(document["settings"], CostProfile("cpu", "tiny", {1: {1: 1.0}}), results=results)
+def test_only_the_columns_that_are_shown_are_explained():
+    condition, row = Condition("exact", 0.0, 1), Row("mtp", "mtp", {}, 2, True, "path")
+    figures = Figures(2.0, 1.5, 2.0, [0.6, 0.4], [1.0, 1.0])
+    result = Result(row, condition, figures, True, 1.0, 0.1, 50.0, 1.5, (1.4, 1.6), 20)
+    settings = {"max_draft": 2, "earlier_requests": 0}
+    comparison = Comparison(settings, CostProfile("cpu", "tiny", {1: {1: 1.0}}), results=[result])
     for width, hidden in ((80, WIDE_ONLY), (WIDE, ())):
-        [condition] = comparison.conditions
         headings = set(table_of(comparison, condition, width)[0])
         assert not headings & set(hidden)
         explained = {note.partition(":")[0] for note in notes(comparison, width)}

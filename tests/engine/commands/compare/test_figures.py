@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands.compare.figures import (
+from engine.commands.compare.results import (
     LOOP_PERIOD,
     LOOP_TOKENS,
     Figures,

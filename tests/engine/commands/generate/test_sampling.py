@@ -9,7 +9,7 @@ def test_every_sampling_option_reaches_the_request(run, model_folder, monkeypatc
     from engine.scheduling.request import SamplingParams
 
     received = []
-    monkeypatch.setattr(generate, "run_generate", lambda options: received.append(options.sampling))
+    monkeypatch.setattr(generate, "run_generate", lambda *arguments: received.append(arguments[-1]))
     given = {
         "max_tokens": 7,
         "temperature": 0.5,

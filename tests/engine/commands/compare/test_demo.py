@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from engine.commands import main as cli
+from engine.commands.compare import demo as command
+from engine.commands.compare.demo import Round, comparison_of
 from engine.commands.compare.results import Condition
 from engine.commands.compare.trial import Turn
-from engine.commands.demo import command
-from engine.commands.demo.results import Round, loop_share, results_of
-from engine.commands.demo.workload import WorkItem, make_workload
+from engine.commands.compare.workload import TASKS_FILE, WorkItem, make_tasks, make_workload
+from engine.models.chat import ChatPrompts
+from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Completion, FinishReason
 from tests.browser import page_faults
 from tests.engine.conftest import make_folder
@@ -31,27 +33,34 @@ def rounds_of(*kinds, drafted_s=0.5, steps=50, tokens=TOKENS):
     return [Round(WorkItem(kind, "", 0), turn(1.0, 100), turn(drafted_s, steps, 80, 50, tokens)) for kind in kinds]
 
 
+def compared(rounds):
+    """Return the comparison of some rounds, and its results by their names."""
+    comparison = comparison_of(rounds, Condition("exact", 0.0, 1), {})
+    return comparison, {each.row.name: each for each in comparison.results}
+
+
 def test_results_are_totals_of_kinds_and_tenths():
-    rounds = [*rounds_of(*["new"] * 18), *rounds_of("exact repeat", drafted_s=0.25, steps=10), *rounds_of("new")]
-    results = results_of(rounds, Condition("exact", 0.0, 1), "path", 8)
-    kinds, tenths = ([each for each in results if each.part.startswith(part)] for part in ("by kind", "as the"))
-    assert [(each.drafter, each.prompts) for each in kinds] == [("all", 20), ("new", 19), ("exact repeat", 1)]
-    whole, new, _ = kinds
-    assert whole.speedup == pytest.approx(20 / (19 * 0.5 + 0.25))
-    assert (new.speedup, new.tokens_per_step, new.drafted_per_step) == (2.0, 2.0, 1.6)
-    assert whole.tokens_per_s == pytest.approx(2000 / 9.75)
-    assert [each.prompts for each in tenths] == [2] * 10
-    assert tenths[-1].drafter == "requests 19 to 20"
-    assert tenths[-1].tokens_per_step == pytest.approx(200 / 60)
-    assert all(each.identical for each in results)
-    assert loop_share(rounds) == pytest.approx(0.19)
+    comparison, results = compared(
+        [*rounds_of(*["new"] * 18), *rounds_of("exact repeat", drafted_s=0.25, steps=10), *rounds_of("new")]
+    )
+    assert {name: each.prompts for name, each in list(results.items())[:3]} == {"all": 20, "new": 19, "exact repeat": 1}
+    assert results["all"].speedup == pytest.approx(20 / (19 * 0.5 + 0.25))
+    new = results["new"]
+    assert (new.speedup, new.figures.tokens_per_step, new.figures.drafted_per_step) == (2.0, 2.0, 1.6)
+    assert results["all"].tokens_per_s == pytest.approx(2000 / 9.75)
+    assert [each.prompts for each in comparison.results[3:]] == [2] * 10
+    assert results["requests 19 to 20"].figures.tokens_per_step == pytest.approx(200 / 60)
+    assert comparison.is_exact
+    assert "19% of the output tokens are part of loops" in comparison.notes[-1]
+    assert comparison.recommendation().startswith("2.05x the tokens/s of none over 20 requests, 2.00x over the 19 new")
 
 
 def test_a_differing_output_is_reported():
     rounds = rounds_of(*["new"] * 10)
     rounds[7] = rounds_of("new", tokens=TOKENS[:-1])[0]
-    results = results_of(rounds, Condition("exact", 0.0, 1), "path", 8)
-    assert [each.drafter for each in results if not each.identical] == ["all", "new", "requests 8 to 8"]
+    comparison, results = compared(rounds)
+    assert [name for name, each in results.items() if not each.identical] == ["all", "new", "requests 8 to 8"]
+    assert comparison.notes[-1] == "Outputs differ in requests 8."
 
 
 @pytest.mark.parametrize(
@@ -165,3 +174,48 @@ def test_a_lost_sidecar_is_an_error(model_with_prompts, tmp_path, capsys, monkey
     assert run_demo(model_with_prompts, tmp_path) == 2
     assert "no connection to the drafter at" in capsys.readouterr().err
     assert not (tmp_path / "run.json").exists()
+
+
+# --- Tasks for chat models
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    make_folder(folder, num_hidden_layers=1, max_position_embeddings=4096)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_tasks_of_a_conversation_are_in_order(chat_folder):
+    chat = ChatPrompts(chat_folder, Tokenizer(chat_folder))
+    tasks = make_tasks(chat, seed=0)
+    conversations = [json.loads(line) for line in TASKS_FILE.read_text().splitlines()]
+    assert {task.task for task in tasks} == {"edit", "quote", "json", "agent"}
+    assert len(tasks) == sum((len(each["messages"]) + 1) // 2 for each in conversations) >= 30
+    assert len({task.prompt for task in tasks}) == len(tasks)
+    prompts = [task.prompt for task in tasks]
+    for each in conversations:
+        assert len(each["messages"]) % 2 == 1, "the last message is the model's to answer"
+        assert all(map(json.loads, each["messages"][1::2])), "an agent answers in JSON"
+        own = [at for at, prompt in enumerate(prompts) if prompt.startswith(f"<user>{each['messages'][0]}")]
+        assert own == sorted(own, key=lambda at: len(prompts[at]))
+    assert make_tasks(chat, seed=0) == tasks != make_tasks(chat, seed=1)
+
+
+def test_a_chat_model_runs_the_tasks_with_identical_outputs(chat_folder, tmp_path, capsys):
+    assert run_demo(chat_folder, tmp_path) == 0
+    run = json.loads((tmp_path / "run.json").read_text())
+    tasks = {result["drafter"]: result for result in run["results"] if result["part"] == "by kind of request"}
+    assert all(result["identical"] for result in run["results"])
+    assert tasks.pop("all")["prompts"] == sum(result["prompts"] for result in tasks.values()) == 10
+    printed = capsys.readouterr().out
+    assert all(f"the last output of {task}:" in printed for task in tasks)
+    assert all(f"<td>{task}</td>" in (tmp_path / "run.html").read_text() for task in tasks)
+
+
+def test_a_model_without_prompts_and_chat_template_is_refused(model_folder, tmp_path, capsys):
+    assert run_demo(model_folder, tmp_path) == 2
+    assert "has neither a prompts.jsonl, with functions to complete, nor a chat template" in capsys.readouterr().err
