@@ -21,7 +21,7 @@ from engine.api.metrics import RequestRecorder
 from engine.api.outputs import Delta, OutputText, Piece, stream_deltas
 from engine.api.schemas import SamplingFields
 from engine.api.service import Service
-from engine.models.detokenize import Detokenizer
+from engine.models.tokenizer import Detokenizer
 from engine.scheduling.draft_usage import draft_usage
 from engine.scheduling.request import Completion, Request
 

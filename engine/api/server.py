@@ -31,9 +31,8 @@ from engine.api.middleware import REQUEST_ID
 from engine.api.service import Admission, ServedModel, Service
 from engine.api.tools.formats import FORMATS, ToolFormat, recognize
 from engine.commands.options import EngineOptions
-from engine.models.chat import ChatPrompts
-from engine.models.generation import load_generation_defaults
-from engine.models.tokenizer import Tokenizer
+from engine.models.folders import load_generation_defaults
+from engine.models.tokenizer import ChatPrompts, Tokenizer
 from ssd.errors import UserError
 
 if TYPE_CHECKING:

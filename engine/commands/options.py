@@ -12,7 +12,7 @@ import click
 from engine.config import EngineConfig, Verification
 from engine.drafters.kinds import DEFAULT_ADDRESS, KINDS, describe_kinds
 from engine.drafters.registry import parse_kinds
-from engine.models.hub import HEAD_FILES, find_model
+from engine.models.folders import HEAD_FILES, find_model
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
 

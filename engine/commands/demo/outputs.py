@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.engine import Engine
-from engine.models.detokenize import Detokenizer
-from engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer import Detokenizer, Tokenizer
 from engine.scheduling.request import Request
 
 MAX_LINE = 100

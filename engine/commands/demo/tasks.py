@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands.demo.workload import WorkItem
-from engine.models.chat import ChatPrompts
+from engine.models.tokenizer import ChatPrompts
 
 TASKS_FILE = Path(__file__).with_name("tasks.jsonl")
 """A conversation per line: the kind of its tasks, and messages of user and assistant in turn."""

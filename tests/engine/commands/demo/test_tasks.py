@@ -5,8 +5,7 @@ import json
 import pytest
 
 from engine.commands.demo.tasks import TASKS_FILE, make_tasks
-from engine.models.chat import ChatPrompts
-from engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer import ChatPrompts, Tokenizer
 from tests.engine.commands.demo.test_demo import run_demo, short_run  # noqa: F401  # a fixture
 from tests.engine.conftest import make_folder
 

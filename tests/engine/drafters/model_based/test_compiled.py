@@ -18,9 +18,8 @@ from engine.drafters.model_based.compiled.matrices import COLUMNS, blocks_of, mu
 from engine.drafters.model_based.compiled.network import compile_head
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
-from engine.models.packed import pack
-from engine.models.quantized.linear import quantize_int8
-from engine.sampling.candidates import choose_tokens
+from engine.models.packed import pack, quantize_int8
+from engine.sampling.draft_sampler import choose_tokens
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler

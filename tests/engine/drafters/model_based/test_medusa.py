@@ -8,7 +8,7 @@ import torch
 
 from engine.drafters.model_based.medusa import MedusaDrafter
 from engine.engine import build_engine
-from engine.models.ops import PLAIN
+from engine.models.layers import PLAIN
 from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.pages import PagePool
 from engine.scheduling.scheduler import Scheduler

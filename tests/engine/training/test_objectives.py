@@ -1,15 +1,20 @@
-"""Unrolled chains are what a drafter computes token by token."""
+"""Losses of heads: windows, chains and cross-entropy equal obvious twins. Steps of Muon are orthogonal."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.eagle3 import Eagle3Head, Eagle3Style
-from engine.models.heads.mtp import MtpHead, MtpStyle
-from engine.training.unroll import run_chains, run_window
-from tests.engine.training.tiny import CONFIG, new_target
+from engine.models.heads.mtp import MtpHead
+from engine.models.layers import PLAIN
+from engine.training import objectives as module
+from engine.training.objectives import TEMPERATURE, cross_entropy, read_windows, run_chains, run_window
+from engine.training.run import Muon, orthogonalize
+from tests.engine.forward import prompt_logits
+from tests.engine.training.tiny import CONFIG, new_target, new_windows
 
 TOKENS, STEPS = 12, 4
 
@@ -18,7 +23,7 @@ def new_head(kind):
     one_layer = replace(CONFIG, num_layers=1)
     torch.manual_seed(1)
     if kind == "mtp":
-        head = MtpHead(one_layer, CONFIG.num_layers, MtpStyle())
+        head = MtpHead(one_layer, CONFIG.num_layers)
     elif kind == "eagle":
         head = EagleHead(one_layer, CONFIG.num_layers)
     else:
@@ -114,3 +119,56 @@ def test_chains_from_some_rows_equal_those_from_all(head):
     for step, output in enumerate(run_chains(head, tokens, first, window, starts, STEPS), 1):
         for row in range(2):
             torch.testing.assert_close(output.hidden[row], together[row, step, starts[row]], rtol=1e-6, atol=1e-8)
+
+
+def test_loss_acceptance_and_gradient_equal_plain_pytorch(monkeypatch):
+    monkeypatch.setattr(module, "PART_ROWS", 4)  # several parts, the last one smaller
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 5, 8, requires_grad=True)
+    weight = torch.randn(11, 8)
+    labels = torch.randn(2, 5, 11).softmax(-1) * 0.9  # of a reduced vocabulary: they add up to less than 1
+    scale = torch.rand(2, 5)
+    losses, accepted = cross_entropy(hidden, weight, labels)
+    (losses * scale).sum().backward()
+    gradient = hidden.grad.clone()
+    hidden.grad = None
+
+    log_q = F.log_softmax(hidden @ weight.T / TEMPERATURE, dim=-1)
+    expected = -(labels * log_q).sum(-1)
+    (expected * scale).sum().backward()
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(accepted, torch.minimum(labels, log_q.exp()).sum(-1))
+    torch.testing.assert_close(gradient, hidden.grad)
+
+
+def test_the_states_after_the_last_layer_give_the_logits_of_the_target(monkeypatch):
+    monkeypatch.setattr(module, "BATCH_TOKENS", 48)  # two windows
+    target, text = new_target(), new_windows(5)
+    tokens, states = read_windows(target, text, (1, target.config.num_layers))
+    assert tokens.tolist() == text.tolist()
+    for row, window in enumerate(text):
+        with torch.no_grad():
+            logits = target.logits(target.norm.normalize_sum(states[row, :, 1], None, PLAIN)[1])
+        torch.testing.assert_close(logits, prompt_logits(target, window))
+
+
+def test_singular_values_become_nearly_equal():
+    torch.manual_seed(0)
+    for shape in ((6, 10), (10, 6)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+        assert values.min() > 0.5
+        assert values.max() < 1.3
+
+
+def test_a_step_is_relative_to_the_matrix():
+    torch.manual_seed(0)
+    changes = []
+    gradient = torch.randn(6, 10)
+    for size in (1.0, 100.0):
+        matrix = torch.nn.Parameter(size * torch.eye(6, 10))
+        before = matrix.detach().clone()
+        matrix.grad = gradient.clone()
+        Muon([matrix], lr=0.01).step()
+        changes.append((matrix.detach() - before) / size)
+    torch.testing.assert_close(changes[0], changes[1], rtol=1e-3, atol=1e-5)
+    assert (changes[0] * gradient).sum() < 0, "steps go down"
