@@ -20,7 +20,7 @@ from engine.api.metrics import EngineCollector, Metrics
 from engine.api.outputs import Run
 from engine.api.repeats import request_id_of
 from engine.api.schemas import SamplingFields
-from engine.api.tools.formats import ToolFormat
+from engine.api.tool_formats import ToolFormat
 from engine.models.tokenizer import ChatPrompts, Tokenizer
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request, SamplingParams, parse_drafters, sample_seed

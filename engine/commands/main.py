@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from engine.api.tools.formats import FORMATS
+from engine.api.tool_formats import FORMATS
 from engine.commands.openmp import limit_spinning
 from engine.commands.options import (
     EngineOptions,

@@ -1,13 +1,140 @@
-"""Fields of OpenAI's and vLLM's request bodies that this server does not have, and the values that it accepts for them.
-
-A value that asks for what the server does anyway is accepted, since clients send defaults; any other is an error that
-says why. Fields that are neither here nor in `engine.api.schemas` are errors, too.
-"""
+"""Parts of request bodies: constraints on outputs, tools, and fields that this server does not have."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.sampling.grammar import Grammar, choice_grammar
+from ssd.errors import UserError
+
+Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+"""OpenAI's rule. None of these characters needs an escape in JSON."""
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown fields and wrong types are errors, and null means that a field was not sent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class JsonSchema(Body):
+    """A JSON schema of OpenAI's `response_format`."""
+
+    definition: dict[str, Any] = Field(alias="schema")
+    name: str | None = None
+    """Not used, like `description` and `strict`: outputs always match the schema."""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class OutputFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> OutputFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is required if type is json_schema, and not allowed otherwise")
+        return self
+
+    @property
+    def definition(self) -> dict[str, Any] | None:
+        """JSON schema that outputs must match; None if they are not constrained."""
+        if self.json_schema is not None:
+            return self.json_schema.definition
+        return {"type": "object"} if self.type == "json_object" else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Grammar that outputs must match. Raises UserError for a schema that is nested too deeply."""
+        if self.json_schema is None:
+            return Grammar("json_object") if self.type == "json_object" else None
+        try:
+            return Grammar("json_schema", json.dumps(self.json_schema.definition))
+        except RecursionError:
+            raise UserError("json_schema: it is nested too deeply") from None
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: one of these. JSON is requested with `response_format`."""
+
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("needs either regex or choice")
+        return self
+
+    @property
+    def grammar(self) -> Grammar:
+        """Grammar that outputs must match."""
+        return choice_grammar(self.choice) if self.choice is not None else Grammar("regex", self.regex or "")
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """JSON schema of the arguments, of the type object; empty: any object."""
+    strict: bool | None = None
+    """Not used: arguments match the schema where a call is required, and are not constrained otherwise."""
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Function:
+        if self.parameters.get("type", "object") != "object":
+            raise ValueError("parameters: must be a JSON schema of the type object")
+        return self
+
+
+class Tool(Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.name
+
+    def as_sent(self) -> dict[str, Any]:
+        """Return the fields that were sent, in OpenAI's order, for the chat template."""
+        return self.model_dump(exclude_unset=True)
+
+
+class FunctionName(Body):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A `tool_choice` that requires a call of one function."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.name
 
 
 class Unsupported(NamedTuple):
