@@ -35,8 +35,8 @@ from engine.executor.graph import GraphStep
 from engine.executor.shapes import Captured
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.detokenize import Decode
 from engine.models.lora.pool import AdapterPool
+from engine.models.tokenizer import Decode
 from engine.models.weights import Source, check_weights, overwrite_weights
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.sampling.stopping import Cut

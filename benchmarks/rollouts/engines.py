@@ -23,8 +23,7 @@ from engine.models.loader import load_model, write_tensors
 from engine.models.packed import pack
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.seeds import sample_seed
-from engine.scheduling.request import Completion, Request, SamplingParams
+from engine.scheduling.request import Completion, Request, SamplingParams, sample_seed
 from ssd.config import DrafterConfig
 from ssd.corpus import rollout as rollouts
 

@@ -19,7 +19,7 @@ KERNELS = ("ssd.drafter", "ssd.corpus.search", "ssd.baselines.classic", "ssd.rep
 ENGINE_KERNELS = (
     "engine.attention.plain",
     "engine.executor.batch",
-    "engine.sampling.candidates",
+    "engine.sampling.draft_sampler",
     "engine.drafters.merged_tree",
     "engine.drafters.draft_pool",
     "engine.drafters.compiled.drafting",

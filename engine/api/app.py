@@ -13,12 +13,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from drafter_service.observability.pages.page import style_sheet
-from engine.api.chat import chat
-from engine.api.completions import complete
+from engine.api.endpoints import ClientGoneError, answer
 from engine.api.engine_process import EngineGoneError
 from engine.api.errors import ApiError, engine_errors, error_response, from_http, from_validation
 from engine.api.middleware import RequestChecks
-from engine.api.responses import ClientGoneError
 from engine.api.schemas import ChatRequest, CompletionRequest, WeightsRequest
 from engine.api.service import Service
 
@@ -46,14 +44,12 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, http: Request) -> dict[str, Any] | Response:
         """Complete prompts."""
-        with engine_errors(body.prompt_field):
-            return await complete(service, body, http)
+        return await answer(service, body, http)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, http: Request) -> dict[str, Any] | Response:
         """Answer a chat."""
-        with engine_errors(body.prompt_field):
-            return await chat(service, body, http)
+        return await answer(service, body, http)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

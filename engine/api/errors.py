@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from engine.api.unsupported import UNSUPPORTED, UNSUPPORTED_PARTS
+from engine.api.fields import UNSUPPORTED, UNSUPPORTED_PARTS
 from ssd.errors import UserError
 
 ERROR_TYPES = {

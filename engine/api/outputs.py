@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.api.messages import OutputEvent, RequestEnded, RequestRestarted, RequestTimes
-from engine.models.detokenize import Detokenizer
+from engine.models.tokenizer import Detokenizer
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion, Request
 

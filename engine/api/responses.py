@@ -1,56 +1,59 @@
-"""Responses to requests: complete JSON documents, or streams of server-sent events."""
+"""Responses to requests as JSON: choices, usage and log-probabilities, in the formats of the two endpoints."""
 
 from __future__ import annotations
 
-import asyncio
+import codecs
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
-import orjson
-from fastapi import Request as HttpRequest
-from fastapi.responses import Response, StreamingResponse
+import numpy as np
 
-from engine.api.engine_process import EngineGoneError
-from engine.api.errors import ApiError, engine_errors, error_body
-from engine.api.logprobs import TokenNames
-from engine.api.metrics import RequestRecorder
-from engine.api.outputs import Delta, OutputText, Piece, stream_deltas
+from engine.api.errors import ApiError
+from engine.api.outputs import Delta
 from engine.api.schemas import SamplingFields
 from engine.api.service import Service
-from engine.models.detokenize import Detokenizer
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.logprobs import Logprobs
 from engine.scheduling.draft_usage import draft_usage
 from engine.scheduling.request import Completion, Request
 
-T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    """Raised when the client has closed the connection."""
-
 
 class ResponseFormat(ABC):
-    """Builds the JSON of one response in the format of an endpoint, and keeps state for usage and log-probabilities."""
+    """Reads one request to an endpoint, and builds the JSON of its response, of which it keeps the state."""
 
     id_prefix: str
     object_name: str
     chunk_name: str
 
-    def __init__(self, service: Service, body: SamplingFields, requests: Sequence[Request]) -> None:
-        """`requests`: `n` requests per prompt, in the order of the prompts."""
-        self.requests = requests
+    def __init__(self, service: Service, body: SamplingFields) -> None:
+        self.requests: Sequence[Request] = ()
+        """`n` requests per prompt, in the order of the prompts; set when they begin to run."""
         self.completions: dict[int, Completion] = {}
         """Completions of the outputs that have ended, by request index."""
         self.names = TokenNames(service.served.tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._service = service
         self._body = body
         self._header = {
             "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
             "created": int(time.time()),
             "model": body.model,
         }
+
+    @abstractmethod
+    async def prompts(self) -> list[np.ndarray]:
+        """Return the token ids of all prompts, uint32 [P] each. Raises ApiError and UserError."""
+
+    @abstractmethod
+    def output_limit(self, prompt: np.ndarray) -> int:
+        """Return the maximum number of output tokens after a prompt. Raises ApiError."""
+
+    @abstractmethod
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that the fields of this endpoint determine. Raises ApiError and UserError."""
 
     @abstractmethod
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -148,96 +151,104 @@ def _cached_tokens(n: int, completions: Mapping[int, Completion]) -> int:
     )
 
 
-async def respond(
-    service: Service, body: SamplingFields, requests: Sequence[Request], form: ResponseFormat, http: HttpRequest
-) -> dict[str, Any] | Response:
-    """Run requests and return the response, streamed if the body says so.
+class TokenNames:
+    """Names of tokens: their text, or another notation for tokens that are not text by themselves."""
 
-    Raises ApiError, and ClientGoneError if the client disconnects, which cancels the running requests.
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        """as_ids: name all tokens by their ids (vLLM's `return_tokens_as_token_ids`)."""
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def name(self, token: int) -> str:
+        r"""Return the text of a token, `bytes:\xf0\x9f` for a part of a character, or `token_id:7` without a text."""
+        data = self._tokenizer.token_bytes(token)
+        if self._as_ids or not data:
+            return id_name(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def output_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to the text of an output: none for a special token."""
+        return b"" if token in self._tokenizer.special_ids else self._tokenizer.token_bytes(token)
+
+
+def id_name(token: int) -> str:
+    """Return vLLM's name of a token that is not given as text."""
+    return f"token_id:{token}"
+
+
+def chat_logprobs(tokens: np.ndarray, logprobs: Logprobs, names: TokenNames) -> dict[str, Any]:
+    """Return the `logprobs` of a chat's choice. tokens: uint32 [N]."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        return {"token": names.name(token), "logprob": value, "bytes": list(names.output_bytes(token))}
+
+    return {
+        "content": [
+            entry(token, value) | {"top_logprobs": [entry(*each) for each in top]}
+            for token, value, top in _rows(tokens, logprobs)
+        ]
+    }
+
+
+def completion_logprobs(
+    tokens: np.ndarray, logprobs: Logprobs, names: TokenNames, offsets: list[int]
+) -> dict[str, list[Any] | None]:
+    """Return the `logprobs` of a completion's choice; `top_logprobs` is None without alternatives.
+
+    tokens: uint32 [N]. offsets: index in the choice's text at which each token begins.
     """
-    if body.stream:
-        return await _streamed(_deltas(service, body, requests), form, http)
-    return form.document(await _while_connected(_outputs(service, body, requests), http))
+    rows = list(_rows(tokens, logprobs))
+    has_top = logprobs.top_ids.shape[1] > 0
+    return {
+        "tokens": [names.name(token) for token, _, _ in rows],
+        "token_logprobs": [value for _, value, _ in rows],
+        "top_logprobs": [_by_name(token, value, top, names) for token, value, top in rows] if has_top else None,
+        "text_offset": list(offsets),
+    }
 
 
-async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
-    """Admit requests and yield their deltas. Raises ApiError."""
-    recorder = RequestRecorder(service.metrics, requests)
-    decode = service.served.tokenizer.decode
-
-    def text_of(request: Request) -> OutputText:
-        return OutputText(Detokenizer(decode, request.prompt), request.sampling.stop)
-
-    try:
-        service.admission.admit(len(requests))
-        run, release = service.run, service.admission.release
-        with engine_errors(body.prompt_field):
-            async with aclosing(stream_deltas(run, requests, text_of, release)) as deltas:
-                async for delta in deltas:
-                    recorder.record(delta)
-                    yield delta
-    except EngineGoneError as problem:
-        raise ApiError(503, f"the engine has stopped: {problem}") from None
-    except (asyncio.CancelledError, GeneratorExit):
-        recorder.record_abort()
-        raise
+def _rows(tokens: np.ndarray, logprobs: Logprobs) -> Iterable[tuple[int, float, list[tuple[int, float]]]]:
+    """Yield each token, its log-probability, and those of the most likely tokens."""
+    top = (list(zip(*each, strict=True)) for each in zip(logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True))
+    return zip(tokens.tolist(), logprobs.tokens.tolist(), top, strict=True)
 
 
-async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Request]) -> list[Delta]:
-    """Return the outputs of all requests, each as one delta."""
-    pieces: list[list[Piece]] = [[] for _ in requests]
-    completions: dict[int, Completion] = {}
-    async with aclosing(_deltas(service, body, requests)) as deltas:
-        async for delta in deltas:
-            pieces[delta.index] = [] if delta.is_restarted else pieces[delta.index] + delta.pieces
-            if delta.completion is not None:
-                completions[delta.index] = delta.completion
-    return [
-        Delta(index, pieces[index], completion.tokens, completion.logprobs, completion)
-        for index, completion in sorted(completions.items())
-    ]
+def _by_name(token: int, value: float, top: list[tuple[int, float]], names: TokenNames) -> dict[str, float]:
+    """Return log-probabilities by name: of the most likely tokens, and of `token`, last if it is not one of them.
+
+    If several tokens have the same name, all but one are named by their ids; `token` keeps its name.
+    """
+    own = names.name(token)
+    entries: dict[str, float] = {}
+    for each, its_value in top:
+        name = own if each == token else names.name(each)
+        is_taken = name in entries or (name == own and each != token)
+        entries[id_name(each) if is_taken else name] = its_value
+    return entries | {own: value}
 
 
-async def _streamed(deltas: AsyncGenerator[Delta, None], form: ResponseFormat, http: HttpRequest) -> StreamingResponse:
-    # Invalid requests fail before their first delta, while an error response can still be sent.
-    first_delta = await _while_connected(anext(deltas), http)
+class TextOffsets:
+    """Indices in a growing text at which tokens begin: the number of characters that are complete before them."""
 
-    async def events() -> AsyncIterator[bytes]:
-        async with aclosing(deltas):
-            try:
-                for chunk in (*form.first_chunks(), *form.chunks(first_delta)):
-                    yield _server_sent(chunk)
-                async for delta in deltas:
-                    for chunk in form.chunks(delta):
-                        yield _server_sent(chunk)
-                for chunk in form.last_chunks():
-                    yield _server_sent(chunk)
-            except ApiError as error:
-                yield _server_sent(error_body(error))
-            yield b"data: [DONE]\n\n"
+    def __init__(self, start: int = 0) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at = start
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def advance(self, pieces: Iterable[bytes]) -> list[int]:
+        """Append the bytes of tokens and return their indices."""
+        sizes = [len(self._decoder.decode(piece)) for piece in pieces]
+        *starts, self._at = accumulate(sizes, initial=self._at)
+        return starts
 
 
-async def _while_connected(work: Awaitable[T], http: HttpRequest) -> T:
-    """Await `work`; cancel it and raise ClientGoneError if the client disconnects first."""
-    working = asyncio.ensure_future(work)
-    disconnecting = asyncio.ensure_future(_disconnected(http))
-    try:
-        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGoneError
-        return working.result()
-    finally:
-        for task in (working, disconnecting):
-            task.cancel()
-        await asyncio.gather(working, disconnecting, return_exceptions=True)
+def prompt_offsets(text: str, pieces: list[bytes]) -> list[int]:
+    """Return the indices in the text of a prompt at which its tokens begin. pieces: bytes of the tokens.
 
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _server_sent(data: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    The tokens may have more text than the prompt: special tokens, or a space that the tokenizer adds at the beginning.
+    """
+    starts = TextOffsets().advance(pieces)
+    added = max(0, b"".join(pieces).decode(errors="replace").find(text))
+    return [min(max(0, start - added), len(text)) for start in starts]

@@ -1,6 +1,6 @@
 """Request bodies: OpenAI's fields, vLLM's additional parameters, and our own for drafting.
 
-Other fields are errors, see `engine.api.unsupported`, because ignoring a setting silently would be worse.
+Other fields are errors, see `engine.api.fields`, because ignoring a setting silently would be worse.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from engine.api.body import Body
-from engine.api.output_format import OutputFormat, StructuredOutputs
-from engine.api.tools.definitions import NamedTool, Tool
-from engine.api.unsupported import without_unsupported
+from engine.api.fields import Body, NamedTool, OutputFormat, StructuredOutputs, Tool, without_unsupported
 from engine.sampling.grammar import Grammar
 from ssd.corpus.rollout import Rollout
 
@@ -151,13 +148,9 @@ class SamplingFields(Body):
         return without_unsupported(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> SamplingFields:
+    def _check_combinations(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: needs stream to be true")
-        return self
-
-    @model_validator(mode="after")
-    def _check_grammar(self) -> SamplingFields:
         if self.structured_outputs is not None and self.has_response_format:
             raise ValueError("structured_outputs: it cannot be combined with response_format; send one of them")
         return self
@@ -275,21 +268,13 @@ class ChatRequest(SamplingFields):
         return given | own | {"chat_template_kwargs": rest}
 
     @model_validator(mode="after")
-    def _check_continuation(self) -> ChatRequest:
+    def _check_settings(self) -> ChatRequest:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("add_generation_prompt: it must be false with continue_final_message")
         if self.continue_final_message and self.messages[-1].tool_calls:
             raise ValueError("continue_final_message: a message with tool calls cannot be continued")
-        return self
-
-    @model_validator(mode="after")
-    def _check_limits(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: it differs from max_completion_tokens, its newer name; send one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs to be true")
         return self

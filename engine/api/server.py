@@ -28,11 +28,10 @@ from engine.api.engine_process import EngineProcess
 from engine.api.errors import ApiError, error_response
 from engine.api.middleware import REQUEST_ID
 from engine.api.service import Admission, ServedModel, Service
-from engine.api.tools.formats import FORMATS, ToolFormat, recognize
+from engine.api.tool_formats import FORMATS, ToolFormat, recognize
 from engine.commands.options import EngineOptions, ServerConfig
-from engine.models.chat import ChatPrompts
-from engine.models.generation import load_generation_defaults
-from engine.models.tokenizer import Tokenizer
+from engine.models.folders import load_generation_defaults
+from engine.models.tokenizer import ChatPrompts, Tokenizer
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         raise UserError("--answer-repeats needs the corpus of --drafter ssd in this process; choose ssd or ssd+OTHER")
     folder = options.model
     keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
-    form = _tool_format(folder, config.tool_call_parser)
+    form = find_tool_format(folder, config.tool_call_parser)
     shown = () if form is None else form.markers
     tokenizer = Tokenizer(folder, shown)
     served = ServedModel(
@@ -104,7 +103,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
             await asyncio.wait(server.server_state.tasks, timeout=ABORT_S)
 
 
-def _tool_format(folder: Path, name: str | None) -> ToolFormat | None:
+def find_tool_format(folder: Path, name: str | None) -> ToolFormat | None:
     """Return the format of a model's tool calls; None if it is not known. Raises UserError."""
     template = load_chat_template(folder)
     source = "" if template is None else template.tool_source

@@ -20,12 +20,10 @@ from engine.api.metrics import EngineCollector, Metrics
 from engine.api.outputs import Run
 from engine.api.repeats import request_id_of
 from engine.api.schemas import SamplingFields
-from engine.api.tools.formats import ToolFormat
-from engine.models.chat import ChatPrompts
-from engine.models.tokenizer import Tokenizer
+from engine.api.tool_formats import ToolFormat
+from engine.models.tokenizer import ChatPrompts, Tokenizer
 from engine.sampling.grammar_state import GrammarCompiler
-from engine.sampling.seeds import sample_seed
-from engine.scheduling.request import Request, SamplingParams, parse_drafters
+from engine.scheduling.request import Request, SamplingParams, parse_drafters, sample_seed
 
 DEFAULT_MAX_TOKENS = 16
 """Limit of a completion that does not set one, as in OpenAI's API."""

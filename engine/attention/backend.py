@@ -7,13 +7,11 @@ from typing import Literal
 import torch
 
 from engine.attention.base import Attention
-from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.latent import LatentPlainAttention
-from engine.attention.plain import PlainAttention
+from engine.attention.flashinfer import FlashInferAttention, FusedOps
+from engine.attention.plain import LatentPlainAttention, PlainAttention
 from engine.executor.optional import flashinfer, has_flashinfer
 from engine.models.config import ModelConfig
-from engine.models.fused import FusedOps
-from engine.models.ops import PLAIN, Ops
+from engine.models.layers import PLAIN, Ops
 from ssd.errors import UserError
 
 Backend = Literal["plain", "flashinfer"]

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.executor.batch import Batch
-from engine.models.self_attention import Attend
+from engine.models.layers import Attend
 
 
 class StepShape(NamedTuple):

@@ -3,7 +3,7 @@
 Keys are padded to whole blocks, and a query is only batched with queries whose context ends in the same block.
 Attention for a token therefore sums over the same number of keys whether the token is decoded alone or verified within
 a draft, and on CPUs the results are bitwise equal. For prompts, the blocks also avoid most of the work above the causal
-diagonal.
+diagonal. With latent attention, prompts run in the expanded form and other rows in the absorbed one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import Attention, StepShape
-from engine.attention.plain_fixed import PlainFixed
+from engine.attention.base import Attention, FixedAttention, RaggedRows, StepShape
 from engine.executor.batch import Batch
-from engine.models.config import ModelConfig
-from engine.models.self_attention import Attend
+from engine.models.config import LatentConfig, ModelConfig
+from engine.models.latent_attention import Expansion
+from engine.models.layers import Attend
 from ssd.kernels.jit import BoolBlocks, Int, LongRows, Longs, Nothing, Parents, kernel
 
 KEY_BLOCK = 128
@@ -230,3 +230,126 @@ def _fill_group(blocks, parents, first_slot, width, rows, mask):
                 node = parents[block[TREE] + node]
         for head in range(width, mask.shape[1]):
             mask[place, head] = mask[place, head - width]
+
+
+class PlainFixed(FixedAttention):
+    """Gathers keys up to the largest possible length for every sequence and masks those beyond its own length."""
+
+    def __init__(self, keys: Tensor, values: Tensor | None, shape: StepShape, first_slot: int = 0) -> None:
+        """keys, values: the cache, [layers, pages, page size, kv_heads, head_dim] each; values are None if they are the
+        first components of keys. first_slot: see `make_attention`.
+        """
+        self._keys = keys
+        self._values = values
+        self._shape = shape
+        self._first_slot = first_slot
+        self._pages = 0
+
+    def plan(self, contexts: np.ndarray, rows: np.ndarray) -> None:  # the device has them
+        """See `FixedAttention.plan`."""
+        self._pages = -(-(int(contexts.max()) + self._shape.width) // self._keys.shape[2])
+
+    def begin(self, rows: RaggedRows) -> Attend:
+        """See `FixedAttention.begin`."""
+        batch, count, width, _ = self._shape
+        pages = rows.page_tables[:, : self._pages].long()
+        key_positions = torch.arange(pages.shape[1] * self._keys.shape[2], device=pages.device)
+        positions = rows.contexts[:, None] + torch.arange(width, device=pages.device)
+        mask = ((key_positions <= positions[:, :, None]) & (key_positions >= self._first_slot))[:, None]
+        # Index of each row in a padded [sequence, row] grid; padding rows after the last sequence share one extra cell.
+        row = torch.arange(count, device=pages.device, dtype=torch.int32)
+        owner = torch.searchsorted(rows.starts[1:], row, right=True)
+        cell = torch.where(owner < batch, owner * width + row - rows.starts[owner], batch * width)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys = self._keys[layer]
+            keys.flatten(0, 1).index_copy_(0, rows.slots, key)
+            values = keys  # for latent attention; see `PlainAttention`
+            if self._values is not None:
+                values = self._values[layer]
+                values.flatten(0, 1).index_copy_(0, rows.slots, value)
+            queries = query.new_zeros(batch * width + 1, *query.shape[1:]).index_copy(0, cell, query)
+            queries = queries[:-1].unflatten(0, (batch, width)).transpose(1, 2)
+            all_keys, all_values = (cached[pages].flatten(1, 2).transpose(1, 2) for cached in (keys, values))
+            attended = F.scaled_dot_product_attention(queries, all_keys, all_values, mask, enable_gqa=True)
+            attended = attended[..., : value.shape[-1]]
+            return F.pad(attended.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[cell]
+
+        return attend
+
+
+def are_prompts(batch: Batch, latent: LatentConfig) -> np.ndarray:
+    """Return for which sequences attention takes fewer operations in the expanded form than in the absorbed one.
+
+    Expanding takes latent * (nope + value) operations for each entry and head. Each query then saves
+    2 * latent - nope - value operations for each entry and head. The result is bool [B].
+    """
+    size = latent.nope_dim + latent.value_dim
+    are_long = batch.lengths * (2 * latent.latent_dim - size) > latent.latent_dim * size
+    return are_long & (np.diff(batch.nodes) == 0)
+
+
+class LatentPlainAttention(PlainAttention):
+    """`PlainAttention` over latents, which runs prompts in the expanded form."""
+
+    def begin(self, batch: Batch) -> Attend:
+        """See `Attention.begin`."""
+        assert self.config.latent is not None
+        is_prompt = are_prompts(batch, self.config.latent)
+        if not is_prompt.any():
+            return super().begin(batch)
+        prompts, others = np.flatnonzero(is_prompt), np.flatnonzero(~is_prompt)
+        rest = super().begin(batch.take(others)) if len(others) else None
+        return PromptAttend(self, batch, prompts, others, rest)
+
+    def pages_of(self, batch: Batch, index: int, end: int) -> Tensor:
+        """Return the pages of the first `end` entries of a sequence, int64."""
+        return self.on_device(batch.pages[index, : -(-end // self._page_size)].astype(np.int64))
+
+    def entries(self, layer: int, pages: Tensor, first: int, end: int) -> Tensor:
+        """Return the entries of a sequence from slot `first` to `end`, [end - first, latent + head_dim]."""
+        return self._keys[layer][pages].flatten(0, 2)[first:end]
+
+
+class PromptAttend:
+    """Attention of one step with prompts; see `LatentAttend`. Called as `Attend`, it runs the other rows."""
+
+    def __init__(
+        self,
+        attention: LatentPlainAttention,
+        batch: Batch,
+        prompts: np.ndarray,
+        others: np.ndarray,
+        rest: Attend | None,
+    ) -> None:
+        """prompts: int64, indices of sequences of the batch to expand. others: those that `rest` runs, None if there
+        are none.
+        """
+        self._attention = attention
+        self._rest = rest
+        self._rest_rows = attention.on_device(batch.rows_of(others))
+        rows = batch.rows_of(prompts)
+        self._prompt_rows, self._slots = attention.on_device(rows), attention.on_device(batch.slots[rows])
+        self._prompts = [self._span_of(batch, index) for index in prompts.tolist()]
+
+    def _span_of(self, batch: Batch, index: int) -> tuple[slice, int, Tensor]:
+        """Return the rows of a sequence, its number of tokens after them, and its pages."""
+        rows, end = slice(*batch.starts[index : index + 2].tolist()), int(batch.computed[index] + batch.lengths[index])
+        return rows, end, self._attention.pages_of(batch, index, end)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Run the rows outside of prompts in the absorbed form."""
+        assert self._rest is not None
+        return self._rest(layer, query, key, value)
+
+    def attend_latent(self, layer: int, query: Tensor, entries: Tensor, expansion: Expansion) -> Tensor:
+        """See `LatentAttend.attend_latent`."""
+        self._attention.store(layer, self._slots, entries[self._prompt_rows, None])
+        attended = query.new_empty(*query.shape[:2], expansion.value_dim)
+        if self._rest is not None:
+            others = self._rest_rows
+            attended[others] = expansion.absorbed(layer, query[others], entries[others], self)
+        for rows, end, pages in self._prompts:
+            cached = self._attention.entries(layer, pages, self._attention.first_slot, end)
+            attended[rows] = expansion.expanded(query[rows], cached)
+        return attended

@@ -22,12 +22,10 @@ from engine.commands.progress import Interruption, LongProgress, deferred_interr
 from engine.commands.prompts import Prompt, load_chat, read_prompt_file
 from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine
-from engine.models.detokenize import Detokenizer
-from engine.models.tokenizer import Tokenizer
-from engine.sampling.seeds import sample_seed
+from engine.models.tokenizer import Detokenizer, Tokenizer
 from engine.scheduling.draft_usage import draft_usage
 from engine.scheduling.report import StepReport
-from engine.scheduling.request import Completion, Request, SamplingParams
+from engine.scheduling.request import Completion, Request, SamplingParams, sample_seed
 from ssd.errors import UserError
 
 NO_PROMPT = "no prompt; give one as an argument, with --file, or on stdin"

@@ -17,7 +17,7 @@ from engine.drafters.registry import build_drafter, check_kind, configure, parse
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
 from engine.executor.ranks.load import load_ranks
 from engine.models.decoder import Decoder
-from engine.models.generation import load_generation_defaults
+from engine.models.folders import load_generation_defaults
 from engine.models.loader import DTYPES, load_config, load_model, load_quantization
 from engine.models.lora.format import check_adapters
 from engine.models.lora.pool import AdapterPool

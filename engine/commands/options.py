@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import click
 
 from drafter_service.settings.flags import File, Flag, Folder, Interval
-from engine.api.tools.formats import FORMATS
+from engine.api.tool_formats import FORMATS
 from engine.config import EngineConfig, Verification
 from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds
-from engine.models.hub import HEAD_FILES, find_model
+from engine.models.folders import HEAD_FILES, find_model
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from drafter_service.client.chat_template import load_chat_template
-from engine.models.chat import ChatPrompts
-from engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer import ChatPrompts, Tokenizer
 from ssd.errors import UserError
 
 FIELDS = ("prompt", "adapter", "source")

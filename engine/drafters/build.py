@@ -10,12 +10,10 @@ from engine.drafters.compiled.network import compile_head
 from engine.drafters.draft_model import ModelHead
 from engine.drafters.medusa import MedusaDrafter
 from engine.drafters.sources import DraftSource
-from engine.models.draft_model import check_draft_model, load_draft_model
 from engine.models.heads.formats import Head, check_head, load_head
 from engine.models.heads.medusa import MedusaHeads
-from engine.models.loader import load_config, load_model, load_quantization
-from engine.models.packed import pack, pack_linears
-from engine.models.quantized.linear import quantize_int8
+from engine.models.loader import check_draft_model, load_config, load_draft_model, load_model, load_quantization
+from engine.models.packed import pack, pack_linears, quantize_int8
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 from ssd.errors import UserError
 

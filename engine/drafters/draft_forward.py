@@ -12,8 +12,7 @@ from torch import Tensor
 from engine.attention.base import Attention, FixedAttention, StepShape
 from engine.executor.batch import NO_PARENTS, Batch, offsets, place
 from engine.executor.transfer import on_device
-from engine.models.ops import PLAIN, Ops
-from engine.models.self_attention import Attend
+from engine.models.layers import PLAIN, Attend, Ops
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import NO_ROWS
 from engine.speculation.draft_tree import DraftTree

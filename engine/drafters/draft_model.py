@@ -9,8 +9,7 @@ from torch import Tensor
 
 from engine.models.decoder import Decoder
 from engine.models.heads.head import DraftHead, HeadOutput
-from engine.models.ops import PLAIN, Ops
-from engine.models.self_attention import Attend
+from engine.models.layers import PLAIN, Attend, Ops
 
 
 class ModelHead(DraftHead):

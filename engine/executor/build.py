@@ -21,7 +21,7 @@ from engine.executor.eager import EagerExecutor
 from engine.executor.fixed_step import FixedStep
 from engine.executor.graph import GraphExecutor
 from engine.executor.kv_memory import available_memory, default_kv_memory, page_bytes, page_count
-from engine.executor.ranks.messages import Cache
+from engine.executor.ranks.leader import Cache
 from engine.executor.ranks.runner import attention_config, open_runner
 from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid

@@ -14,8 +14,8 @@ from engine.executor.batch import Batch
 from engine.executor.kernels.tensors import StepInputs
 from engine.executor.transfer import on_device
 from engine.models.decoder import Decoder
+from engine.models.layers import PLAIN, Ops
 from engine.models.lora.pool import AdapterPool
-from engine.models.ops import PLAIN, Ops
 
 
 class Runner:

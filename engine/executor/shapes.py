@@ -13,7 +13,7 @@ import torch
 from engine.executor.device_state import DeviceState
 from engine.executor.fixed_step import FixedStep, Kind
 from engine.executor.kernels.dispatch import next_power_of_2
-from engine.sampling.truncation import Truncation
+from engine.sampling.noise import Truncation
 from engine.scheduling.request import SamplingParams
 from ssd.budget.curve import StepCurve, fastest, measured_curve
 from ssd.budget.padding import Padding

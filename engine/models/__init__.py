@@ -1,1 +1,1 @@
-"""Decoders, their configurations and operations, model folders, tokenizers and chat templates."""
+"""Families of models (`families.py`), decoders and their weights, model folders, tokenizers and chat templates."""

@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from drafter_service.client.gguf import is_gguf
-from engine.models.config import ModelConfig
-from engine.models.expert_fields import expert_parts
-from engine.models.files import read_json
+from engine.models.families import Parts
+from engine.models.folders import read_json
 from engine.models.gguf_model import GgufTensors
-from engine.models.latent_fields import latent_parts
-from engine.models.quantized.config import Quantization, Scheme
-from engine.models.quantized.storage import (
+from engine.models.quantization import (
     FLOATS,
     PARTS,
+    Header,
+    Quantization,
     QuantizedWeight,
+    Scheme,
     StoredTensor,
     assemble,
     has_nan,
@@ -47,83 +47,115 @@ _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF1
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def checkpoint_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
-    """Return names and rows of the checkpoint's tensors that the decoder's parameter `name` concatenates."""
-    whole = {
-        "embedding.weight": ("model.embed_tokens.weight", config.vocab_size),
-        "norm.weight": ("model.norm.weight", config.hidden_size),
-        "lm_head.weight": ("lm_head.weight", config.vocab_size),
-    }
-    if name in whole:
-        return [whole[name]]
-    _, layer, part = name.split(".", 2)
-    return [(f"model.layers.{layer}.{suffix}", rows) for suffix, rows in layer_parts(part, config)]
-
-
-def layer_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
-    """Return names within a layer, and rows, of the tensors that the parameter `name` of a `Layer` concatenates.
-
-    The rows of stacked weights, [experts, out, in], are those of [experts * out, in].
-    """
-    if name.startswith(("feed_forward.router.", "feed_forward.experts.", "feed_forward.shared.")):
-        return expert_parts(name.removeprefix("feed_forward."), config)
-    if config.latent is not None and name.startswith("attention."):
-        return latent_parts(name.removeprefix("attention."), config)
-    part, _, kind = name.rpartition(".")
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    parts = {
-        "input_norm": [("input_layernorm", config.hidden_size)],
-        "attention.qkv_proj": [
-            ("self_attn.q_proj", heads),
-            ("self_attn.k_proj", kv_heads),
-            ("self_attn.v_proj", kv_heads),
-        ],
-        "attention.qk_norm.query": [("self_attn.q_norm", config.head_dim)],
-        "attention.qk_norm.key": [("self_attn.k_norm", config.head_dim)],
-        "attention.o_proj": [("self_attn.o_proj", config.hidden_size)],
-        "mlp_norm": [("post_attention_layernorm", config.hidden_size)],
-        "feed_forward.gate_up_proj": [(f"mlp.{half}_proj", config.intermediate_size) for half in ("gate", "up")],
-        "feed_forward.down_proj": [("mlp.down_proj", config.hidden_size)],
-    }
-    return [(f"{suffix}.{kind}", rows) for suffix, rows in parts[part]]
-
-
-def weight_rows(parameter: nn.Parameter) -> Tensor:
-    """Return a writable view of a weight whose first dimension is that of its rows, see `layer_parts`."""
+def part_views(parameter: nn.Parameter, parts: Parts) -> dict[str, Tensor]:
+    """Return writable views of the rows of a parameter, by the names of the tensors that it concatenates."""
     weight = parameter.detach()
-    return weight.view(-1, weight.shape[-1]) if weight.ndim == 3 else weight
+    rows = weight.view(-1, weight.shape[-1]) if weight.ndim == 3 else weight
+    return {name: view for (name, _), view in zip(parts, rows.split([size for _, size in parts]), strict=True)}
 
 
-class Header(NamedTuple):
-    """Header of a tensor in a file."""
+class Tensors(Protocol):
+    """A container of tensors."""
 
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
+    def headers(self) -> dict[str, Header]:
+        """Return the headers of all tensors by their names. Raises UserError for a damaged file."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a tensor as it is stored, or the part of it at `index`."""
+        ...
+
+
+class SafetensorsFile:
+    """A safetensors file, which is mapped anew for each tensor, so that the pages of the previous one are freed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def headers(self) -> dict[str, Header]:
+        """See `Tensors.headers`."""
+        with self._open() as file:
+            slices = {name: file.get_slice(name) for name in list(file.keys())}
+            return {
+                name: Header(self._path, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()
+            }
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """See `Tensors.read`."""
+        with self._open() as file:
+            tensor: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
+        return tensor
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                yield file
+        except (SafetensorError, OSError) as problem:
+            raise UserError(f"{self._path} is damaged or cut short ({problem}); download or copy it again") from None
+
+
+class TensorsInMemory:
+    """Tensors of a state dict or of an unpickled file."""
+
+    def __init__(self, origin: Path, tensors: Mapping[str, Tensor]) -> None:
+        """origin: name of the container in errors."""
+        self._origin = origin
+        self._tensors = tensors
+
+    def headers(self) -> dict[str, Header]:
+        """See `Tensors.headers`."""
+        return {
+            name: Header(
+                self._origin,
+                _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
+                tuple(tensor.shape),
+            )
+            for name, tensor in self._tensors.items()
+        }
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """See `Tensors.read`."""
+        return self._tensors[name][index]
+
+
+def _unpickled(path: Path) -> TensorsInMemory:
+    """Return the tensors of a file that `torch.save` wrote. Only tensors are unpickled, so it cannot run code.
+
+    Raises UserError for a damaged file, or for one that contains more than tensors.
+    """
+    try:
+        # Files in the format of PyTorch before 1.6 are no archives, and cannot be mapped.
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, OSError) as problem:
+        reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        raise UserError(f"{path} cannot be read ({reason}); download or copy it again") from None
+    if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
+        raise UserError(f"{path} is not a dictionary of tensors; give the weights of one model")
+    return TensorsInMemory(path, loaded)
 
 
 class Checkpoint:
-    """Weight files of a folder."""
-
-    _advice = "download or copy the folder again"
-    """What to do if a tensor is missing."""
+    """Weights of a model, a head or an adapter in one or several containers."""
 
     def __init__(
         self,
         folder: Path,
-        paths: Sequence[Path] | None = None,
+        files: Sequence[Path | Tensors] | None = None,
         quantization: Quantization | None = None,
         config_file: str = CONFIG_FILE,
+        advice: str = "download or copy the folder again",
     ) -> None:
-        """paths: the files, by default those of a model. quantization: None if no weight is quantized. config_file:
-        name of the file that describes the weights, for errors.
+        """files: by default those of a model. quantization: None if no weight is quantized. config_file: name of the
+        file that describes the weights, for errors. advice: what to do if a tensor is missing.
 
         Raises UserError if files are missing.
         """
         self._folder = folder
         self._quantization = quantization
         self._config_file = config_file
-        self._paths = weight_files(folder) if paths is None else paths
+        self._advice = advice
+        self._files = weight_files(folder) if files is None else files
 
     def names(self) -> set[str]:
         """Return the names of all tensors. Raises UserError for a damaged file."""
@@ -180,8 +212,7 @@ class Checkpoint:
 
         part: returns one slice per dimension, with start and stop, for the part of a weight that its target takes. Only
         that part is read, except of quantized weights, which are read whole, one at a time. None: all.
-        The file is mapped again for each tensor, which frees the pages of the previous one, so that at most one weight
-        is in memory besides the targets.
+        At most one weight is in memory besides the targets.
         """
         by_weight: dict[str, dict[str, Tensor]] = {}
         for name, target in targets.items():
@@ -231,9 +262,7 @@ class Checkpoint:
 
     def _raw(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """Return a tensor as it is stored, or the part of it at `index`."""
-        with _open(self._headers[name].path) as file:
-            tensor: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
-        return tensor
+        return self._found[name][0].read(name, index)
 
     def _position(self, name: str) -> tuple[str, str]:
         """Return the file and the name of a weight, by which to sort weights so that each file is read in one go."""
@@ -241,14 +270,19 @@ class Checkpoint:
         return "" if found is None else str(found.path), name
 
     @cached_property
+    def _found(self) -> dict[str, tuple[Tensors, Header]]:
+        opened = [_opened(file) if isinstance(file, Path) else file for file in self._files]
+        return {name: (file, header) for file in opened for name, header in file.headers().items()}
+
+    @cached_property
     def _headers(self) -> dict[str, Header]:
-        found: dict[str, Header] = {}
-        for path in self._paths:
-            with _open(path) as file:
-                for name in list(file.keys()):
-                    header = file.get_slice(name)
-                    found[name] = Header(path, header.get_dtype(), tuple(header.get_shape()))
-        return found
+        return {name: header for name, (_, header) in self._found.items()}
+
+
+def _opened(path: Path) -> Tensors:
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path)
+    return GgufTensors(path) if is_gguf(path) else _unpickled(path)
 
 
 def _check_header(header: Header, required: StoredTensor, name: str, config_file: str) -> None:
@@ -277,64 +311,6 @@ def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
             f"{name} in {path} has values that are not finite as {str(tensor.dtype).removeprefix('torch.')}; "
             "download or copy it again, or load the model as float32"
         )
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    if path.suffix != ".safetensors":
-        yield GgufTensors(path) if is_gguf(path) else PickledTensors(path)
-        return
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as problem:
-        raise UserError(f"{path} is damaged or cut short ({problem}); download or copy it again") from None
-
-
-class PickledTensors:
-    """A file that `torch.save` wrote, with the interface of an open safetensors file.
-
-    Only tensors are unpickled, so a file cannot run code.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raise UserError for a damaged file, or for one that contains more than tensors."""
-        try:
-            # Files in the format of PyTorch before 1.6 are no archives, and cannot be mapped.
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, OSError) as problem:
-            reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-            raise UserError(f"{path} cannot be read ({reason}); download or copy it again") from None
-        if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
-            raise UserError(f"{path} is not a dictionary of tensors; give the weights of one model")
-        self._tensors: dict[str, Tensor] = loaded
-
-    def keys(self) -> list[str]:
-        """Return the names of the tensors."""
-        return list(self._tensors)
-
-    def get_slice(self, name: str) -> PickledHeader:
-        """Return the dtype and shape of a tensor."""
-        return PickledHeader(self._tensors[name])
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor."""
-        return self._tensors[name]
-
-
-class PickledHeader:
-    """Dtype and shape of a tensor, in the form of safetensors."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_dtype(self) -> str:
-        """Return the dtype by its name in safetensors headers."""
-        return _DTYPE_NAMES.get(self._tensor.dtype, str(self._tensor.dtype).removeprefix("torch."))
-
-    def get_shape(self) -> list[int]:
-        """Return the size of each dimension."""
-        return list(self._tensor.shape)
 
 
 def weight_files(folder: Path) -> list[Path]:

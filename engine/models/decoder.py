@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.experts import MixtureOfExperts
-from engine.models.feed_forward import FeedForward
 from engine.models.latent_attention import LatentAttention
-from engine.models.ops import PLAIN, Ops, Rotation
-from engine.models.self_attention import Attend, RMSNorm, SelfAttention
+from engine.models.layers import PLAIN, Attend, FeedForward, Ops, RMSNorm, Rotation, SelfAttention
 
 
 class Decoder(nn.Module):

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.config import ExpertsConfig
-from engine.models.feed_forward import FeedForward
-from engine.models.ops import Ops
+from engine.models.layers import FeedForward, Ops
 
 
 class Routes(NamedTuple):

@@ -1,23 +1,35 @@
-"""Convert between `config.json` and `ModelConfig` for the supported model families.
+"""The supported families of models: whatever differs between them is in this module.
 
-Reads the formats of transformers 4 and 5. Configurations that would load but give wrong logits are refused.
+To add a family, add an entry to `FAMILIES`, and if its files need them, a reader of its experts, a line in
+`layer_tensors` or an `MtpForm`; then add a shape to `FAMILIES` of tests/engine/models/test_families.py, which compares
+logits with those of transformers. What all families share is in `hf_config` (fields of `config.json`) and in `decoder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
 
-from engine.models.config import ModelConfig
-from engine.models.expert_fields import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, read_experts
-from engine.models.files import token_ids
-from engine.models.latent_fields import read_latent
-from engine.models.quantized.config import read_quantization
-from engine.models.rope import Linear, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
+from engine.models.config import ExpertsConfig, LatentConfig, ModelConfig
+from engine.models.rope import Rope, yarn_sharpness
 from ssd.errors import UserError
 
 Fields = Mapping[str, Any]
+"""Fields of a `config.json`."""
+Parts = list[tuple[str, int]]
+"""Names and rows of the tensors of a checkpoint that a parameter concatenates."""
+
+
+class ExpertNames(NamedTuple):
+    """Names of a mixture of experts within a layer of a checkpoint."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True)
@@ -29,14 +41,91 @@ class Family:
     """Values of fields that a `config.json` may leave out."""
     fixed: Fields = field(default_factory=dict)
     """Values of fields that the architecture ignores."""
+    gguf: str | None = None
+    """Name of the architecture in GGUF files; None if it is not read from them."""
     always_qkv_bias: bool = False
     qk_norm: bool = False
-    has_latents: bool = False
-    """Whether attention is multi-head latent attention."""
+    latent: Callable[[Fields, Rope], LatentConfig] | None = None
+    """Reader of the multi-head latent attention; None for a key and a value of each group of heads."""
+    experts: Callable[[Fields], ExpertsConfig] | None = None
+    """Reader of the experts; None for a dense family. Like `latent`, it raises KeyError for a missing field, ValueError
+    for an invalid one, and UserError for a feature that this engine lacks."""
+    expert_names: ExpertNames = field(default_factory=ExpertNames)
+
+
+def _mixtral_experts(fields: Fields) -> ExpertsConfig:
+    return ExpertsConfig(
+        count=int(fields["num_local_experts"]),
+        per_token=int(fields["num_experts_per_tok"]),
+        intermediate_size=int(fields["intermediate_size"]),
+        layers=tuple(range(int(fields["num_hidden_layers"]))),
+    )
+
+
+def _qwen3_experts(fields: Fields) -> ExpertsConfig:
+    # transformers 5 renamed the field.
+    count = int(fields["num_experts"] if "num_experts" in fields else fields["num_local_experts"])
+    dense, interval = set(fields.get("mlp_only_layers") or ()), int(fields["decoder_sparse_step"])
+    layers = range(int(fields["num_hidden_layers"]))
+    return ExpertsConfig(
+        count=count,
+        per_token=int(fields["num_experts_per_tok"]),
+        intermediate_size=int(fields["moe_intermediate_size"]),
+        layers=tuple(layer for layer in layers if layer not in dense and (layer + 1) % interval == 0),
+        is_normalized=bool(fields["norm_topk_prob"]),
+    )
+
+
+def _deepseek_experts(fields: Fields, *, is_v3: bool) -> ExpertsConfig:
+    """Read the experts of DeepSeek-V2, or of V3, whose scores are sigmoids with a correction."""
+    method = fields["topk_method"]
+    known = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
+    scores: Literal["softmax", "sigmoid"] = "sigmoid" if is_v3 else "softmax"
+    given = fields.get("scoring_func", scores)
+    is_supported = method in known and given == scores and fields["moe_layer_freq"] == 1
+    if not is_supported or (fields["norm_topk_prob"] and not is_v3):
+        raise UserError(
+            f"config.json requires a routing of experts that this engine does not have (topk_method {method!r}, "
+            f"scoring_func {given!r}, moe_layer_freq {fields['moe_layer_freq']}, "
+            f"norm_topk_prob {fields['norm_topk_prob']})"
+        )
+    size = int(fields["moe_intermediate_size"])
+    has_groups = method != "greedy"
+    return ExpertsConfig(
+        count=int(fields["n_routed_experts"]),
+        per_token=int(fields["num_experts_per_tok"]),
+        intermediate_size=size,
+        layers=tuple(range(int(fields["first_k_dense_replace"]), int(fields["num_hidden_layers"]))),
+        shared_size=size * int(fields["n_shared_experts"] or 0),
+        scores=scores,
+        is_normalized=bool(fields["norm_topk_prob"]),
+        scaling=float(fields["routed_scaling_factor"]),
+        groups=int(fields["n_group"] or 1) if has_groups else 1,
+        groups_kept=int(fields["topk_group"] or 1) if has_groups else 1,
+        group_members=2 if is_v3 else 1,
+        has_correction=is_v3,
+    )
+
+
+def _deepseek_latent(fields: Fields, rope: Rope) -> LatentConfig:
+    if fields.get("attention_bias"):
+        raise UserError("config.json requires biases in latent attention, which this engine does not support")
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    weight = float(scaling.get("mscale_all_dim") or 0)
+    sharpness = 1.0 if rope.scaling is None else yarn_sharpness(rope.scaling.factor, weight)
+    return LatentConfig(
+        query_rank=int(fields["q_lora_rank"] or 0),
+        latent_dim=int(fields["kv_lora_rank"]),
+        nope_dim=int(fields["qk_nope_head_dim"]),
+        value_dim=int(fields["v_head_dim"]),
+        is_interleaved=bool(fields.get("rope_interleave", True)),
+        sharpness=sharpness**2,
+    )
 
 
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}
-
+ALL_SLIDE = {"use_sliding_window": True, "layer_types": None, "max_window_layers": 0}
+QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 QWEN3_EXPERTS = {
     "decoder_sparse_step": 1,
     "moe_intermediate_size": 768,
@@ -57,219 +146,194 @@ DEEPSEEK = {
 }
 
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", fixed={"use_sliding_window": False}),
+    "LlamaForCausalLM": Family("llama", fixed={"use_sliding_window": False}, gguf="llama"),
     "MistralForCausalLM": Family(
-        "mistral",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        fixed={**NO_BIAS, "use_sliding_window": True, "layer_types": None, "max_window_layers": 0},
+        "mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, fixed={**NO_BIAS, **ALL_SLIDE}
     ),
-    "Qwen2ForCausalLM": Family(
-        "qwen2",
-        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-        fixed=NO_BIAS,
-        always_qkv_bias=True,
-    ),
-    "MiMoForCausalLM": Family(  # Qwen2 and MTP layers
-        "mimo",
-        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-        fixed=NO_BIAS,
-        always_qkv_bias=True,
-    ),
+    "Qwen2ForCausalLM": Family("qwen2", defaults=QWEN_DEFAULTS, fixed=NO_BIAS, gguf="qwen2", always_qkv_bias=True),
+    # Qwen2 and MTP layers.
+    "MiMoForCausalLM": Family("mimo", defaults=QWEN_DEFAULTS, fixed=NO_BIAS, always_qkv_bias=True),
     "Qwen3ForCausalLM": Family(
-        "qwen3",
-        defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
-        fixed={"mlp_bias": False},
-        qk_norm=True,
+        "qwen3", defaults={**QWEN_DEFAULTS, "head_dim": 128}, fixed={"mlp_bias": False}, gguf="qwen3", qk_norm=True
     ),
-    MIXTRAL: Family(
+    "MixtralForCausalLM": Family(
         "mixtral",
         defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-        fixed={**NO_BIAS, "use_sliding_window": True, "layer_types": None, "max_window_layers": 0},
+        fixed={**NO_BIAS, **ALL_SLIDE},
+        experts=_mixtral_experts,
+        expert_names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     ),
-    QWEN3_MOE: Family(
+    "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         defaults={"num_key_value_heads": 4, "sliding_window": 4096, **QWEN3_EXPERTS},
         fixed={"mlp_bias": False, "layer_types": None, "max_window_layers": 0},
         qk_norm=True,
+        experts=_qwen3_experts,
     ),
-    DEEPSEEK_V2: Family("deepseek_v2", DEEPSEEK, {"mlp_bias": False, "rope_interleave": True}, has_latents=True),
-    DEEPSEEK_V3: Family(
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        defaults=DEEPSEEK,
+        fixed={"mlp_bias": False, "rope_interleave": True},
+        latent=_deepseek_latent,
+        experts=partial(_deepseek_experts, is_v3=False),
+    ),
+    "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",
         defaults={**DEEPSEEK, "topk_method": "noaux_tc", "norm_topk_prob": True, "first_k_dense_replace": 3},
         fixed={"mlp_bias": False},
-        has_latents=True,
+        latent=_deepseek_latent,
+        experts=partial(_deepseek_experts, is_v3=True),
     ),
 }
-"""Supported architectures."""
-
-SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
+"""Supported architectures, by the name of their class in transformers."""
 
 
-def config_from_hf(fields: Fields) -> ModelConfig:
-    """Return the shape that the fields of a `config.json` describe.
-
-    Raises UserError for another architecture, a missing field, or a feature that this decoder lacks.
-    """
-    architecture = _architecture(fields)
-    family = FAMILIES[architecture]
-    fields = {**family.defaults, **fields, **family.fixed}
-    try:
-        _refuse_unsupported(fields)
-        num_heads = int(fields["num_attention_heads"])
-        hidden_size = int(fields["hidden_size"])
-        attention_bias = bool(fields.get("attention_bias", False))
-        rope = _rope(fields)
-        latent = read_latent(fields, rope) if family.has_latents else None
-        num_kv_heads = int(fields.get("num_key_value_heads") or num_heads) if latent is None else 1
-        head_dim = fields.get("head_dim") if latent is None else fields["qk_rope_head_dim"]
-        return ModelConfig(
-            vocab_size=int(fields["vocab_size"]),
-            hidden_size=hidden_size,
-            intermediate_size=int(fields["intermediate_size"]),
-            num_layers=int(fields["num_hidden_layers"]),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=int(head_dim or hidden_size // max(1, num_heads)),
-            max_positions=_context_window(fields, rope),
-            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-            rope=rope,
-            tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-            qkv_bias=attention_bias or family.always_qkv_bias,
-            output_bias=attention_bias,
-            mlp_bias=bool(fields.get("mlp_bias", False)),
-            qk_norm=family.qk_norm,
-            latent=latent,
-            experts=read_experts(architecture, fields),
-            architecture=architecture,
-            bos_token_id=next(iter(token_ids(fields.get("bos_token_id"))), None),
-            eos_token_ids=token_ids(fields.get("eos_token_id")),
-        )
-    except KeyError as missing:
-        raise UserError(f"config.json lacks the field {missing}; is the model folder complete?") from None
-    except (TypeError, ValueError, OverflowError) as problem:
-        raise UserError(f"config.json has an invalid field: {problem}; download or copy it again") from None
-
-
-def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the fields of a `config.json` for weights of a dtype, without experts and latent attention.
-
-    `config_from_hf` and transformers read them back.
-    """
-    eos, rope = config.eos_token_ids, config.rope
-    kinds = {kind: name for name, kind in SCALINGS.items()}
-    scaling = {} if rope.scaling is None else asdict(rope.scaling)
-    rope_type = "default" if rope.scaling is None else kinds[type(rope.scaling)]
-    return {
-        "architectures": [config.architecture],
-        "model_type": FAMILIES[config.architecture].model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "sliding_window": None,  # the context window is not longer than a sliding window
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": rope.theta,
-        "rope_parameters": {"rope_type": rope_type, "rope_theta": rope.theta, **scaling},
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
-        "hidden_act": "silu",
-        "attention_bias": config.output_bias,
-        "mlp_bias": config.mlp_bias,
-        "torch_dtype": dtype,
+def checkpoint_parts(name: str, config: ModelConfig) -> Parts:
+    """Return names and rows of the checkpoint's tensors that the decoder's parameter `name` concatenates."""
+    whole = {
+        "embedding.weight": ("model.embed_tokens.weight", config.vocab_size),
+        "norm.weight": ("model.norm.weight", config.hidden_size),
+        "lm_head.weight": ("lm_head.weight", config.vocab_size),
     }
+    if name in whole:
+        return [whole[name]]
+    _, layer, part = name.split(".", 2)
+    return [(f"model.layers.{layer}.{suffix}", rows) for suffix, rows in layer_parts(part, config)]
 
 
-def _architecture(fields: Fields) -> str:
-    names = fields.get("architectures")
-    name = names[0] if isinstance(names, list) and names else "none"
-    if name not in FAMILIES:
-        raise UserError(
-            f"config.json names the architecture {name!r}, which this engine does not support; "
-            f"give a folder with one of {', '.join(FAMILIES)}"
-        )
-    return str(name)
+def layer_parts(name: str, config: ModelConfig) -> Parts:
+    """Return names within a layer, and rows, of the tensors that the parameter `name` of a `Layer` concatenates.
 
-
-def _refuse_unsupported(fields: Fields) -> None:
-    """Raise UserError for configurations that would load but give wrong logits."""
-    read_quantization(fields)
-    if fields.get("hidden_act", "silu") != "silu":
-        raise UserError(f"config.json requires the activation {fields['hidden_act']!r}; this engine has only 'silu'")
-    unknown = [kind for kind in fields.get("layer_types") or [] if kind not in ("full_attention", "sliding_attention")]
-    if unknown:
-        raise UserError(f"config.json requires layers of {unknown[0]!r}; this engine has only full attention")
-
-
-def _context_window(fields: Fields, rope: Rope) -> int:
-    """Return the largest number of tokens for which every layer attends to all of them.
-
-    A layer with a sliding window attends to all tokens as long as there are no more than the window's width.
+    The rows of stacked weights, [experts, out, in], are those of [experts * out, in].
     """
-    positions = int(fields["max_position_embeddings"])
-    if isinstance(rope.scaling, Yarn):
-        # Checkpoints that leave it to users to add the scaling contain the unscaled number.
-        positions = max(positions, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
-    window = fields.get("sliding_window") if fields.get("use_sliding_window") else None
-    if window is None:
-        return positions
-    kinds = fields.get("layer_types")
-    if kinds:
-        slides = "sliding_attention" in kinds
-    else:
-        slides = int(fields["max_window_layers"]) < int(fields["num_hidden_layers"])
-    return min(positions, int(window)) if slides else positions
+    tensors = layer_tensors(config)
+    if name in tensors:
+        return tensors[name]
+    module, _, kind = name.rpartition(".")
+    return [(f"{part}.{kind}", rows) for part, rows in tensors[module]]
 
 
-def _rope(fields: Fields) -> Rope:
-    """Read `rope_theta` and `rope_scaling` of transformers 4, or `rope_parameters` of transformers 5."""
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(fields.get(name) or {}, dict):
-            raise UserError(f"config.json has {name} that is not an object; download or copy it again")
-    values: dict[str, Any] = {
-        "original_max_position_embeddings": fields["max_position_embeddings"],
-        "rope_theta": fields.get("rope_theta", 10_000.0),
-        "partial_rotary_factor": fields.get("partial_rotary_factor"),
-        **(fields.get("rope_scaling") or fields.get("rope_parameters") or {}),
+@lru_cache(maxsize=16)
+def layer_tensors(config: ModelConfig) -> Mapping[str, Parts]:
+    """Return the modules of a checkpoint that each module of a `Layer` concatenates, and their rows.
+
+    Parameters that are neither the weight nor the bias of a module are among the keys, with the names of tensors.
+    """
+    names = FAMILIES[config.architecture].expert_names
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, head_dim, latent, experts = config.hidden_size, config.head_dim, config.latent, config.experts
+    parts: dict[str, Parts] = {
+        "input_norm": [("input_layernorm", hidden)],
+        "attention.qkv_proj": [
+            (f"self_attn.{each}_proj", rows) for each, rows in zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+        ],
+        "attention.qk_norm.query": [("self_attn.q_norm", head_dim)],
+        "attention.qk_norm.key": [("self_attn.k_norm", head_dim)],
+        "attention.o_proj": [("self_attn.o_proj", hidden)],
+        "mlp_norm": [("post_attention_layernorm", hidden)],
+        "hidden_norm": [("hidden_norm", hidden)],  # of EAGLE-3's layer
+        "feed_forward.gate_up_proj": [(f"mlp.{half}_proj", config.intermediate_size) for half in ("gate", "up")],
+        "feed_forward.down_proj": [("mlp.down_proj", hidden)],
     }
-    if "original_max_position_embeddings" in fields:
-        values["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
-    if any(isinstance(value, dict) for value in values.values()) or (values["partial_rotary_factor"] or 1) != 1:
-        raise UserError(
-            "config.json has different rotary embeddings per layer or for part of a head; this engine supports only one"
-        )
-    rope_type = values.get("rope_type") or values.get("type") or "default"
-    return Rope(float(values["rope_theta"]), _scaling(str(rope_type), values, int(fields["max_position_embeddings"])))
+    if latent is not None:
+        query = config.num_heads * (latent.nope_dim + head_dim)
+        expansion = config.num_heads * (latent.nope_dim + latent.value_dim)
+        first = ("self_attn.q_a_proj", latent.query_rank) if latent.query_rank else ("self_attn.q_proj", query)
+        parts |= {
+            "attention.down_proj": [first, ("self_attn.kv_a_proj_with_mqa", latent.latent_dim + head_dim)],
+            "attention.query_norm": [("self_attn.q_a_layernorm", latent.query_rank)],
+            "attention.query_proj": [("self_attn.q_b_proj", query)],
+            "attention.latent_norm": [("self_attn.kv_a_layernorm", latent.latent_dim)],
+            "attention.expansion": [("self_attn.kv_b_proj.weight", expansion)],
+        }
+    if experts is not None:
+        halves = ((names.gate, experts.intermediate_size), (names.up, experts.intermediate_size))
+        each = [f"{names.block}.experts.{number}" for number in range(experts.count)]
+        shared = f"{names.block}.shared_experts"
+        parts |= {
+            "feed_forward.router.proj": [(f"{names.block}.gate", experts.count)],
+            "feed_forward.router.correction": [(f"{names.block}.gate.e_score_correction_bias", experts.count)],
+            "feed_forward.experts.gate_up_proj": [(f"{one}.{half}", rows) for one in each for half, rows in halves],
+            "feed_forward.experts.down_proj": [(f"{one}.{names.down}", hidden) for one in each],
+            "feed_forward.shared.gate_up_proj": [(f"{shared}.{half}", experts.shared_size) for half, _ in halves],
+            "feed_forward.shared.down_proj": [(f"{shared}.{names.down}", hidden)],
+        }
+    return parts
 
 
-def _scaling(rope_type: str, values: Fields, positions: int) -> Scaling | None:
-    if rope_type in ("default", "dynamic"):
-        # Dynamic scaling changes nothing within the context window, which this engine never exceeds.
-        return None
-    if rope_type == "linear":
-        return Linear(float(values["factor"]))
-    original = int(values["original_max_position_embeddings"])
-    if rope_type == "llama3":
-        low, high = float(values["low_freq_factor"]), float(values["high_freq_factor"])
-        return Llama3(float(values["factor"]), low, high, original)
-    if rope_type == "yarn":
-        factor = float(values.get("factor") or positions / original)
-        attention_factor = values.get("attention_factor")
-        if attention_factor is None:
-            attention_factor = yarn_attention_factor(factor, values.get("mscale"), values.get("mscale_all_dim"))
-        return Yarn(
-            factor,
-            original,
-            float(attention_factor),
-            beta_fast=float(values.get("beta_fast") or 32),
-            beta_slow=float(values.get("beta_slow") or 1),
-            truncate=bool(values.get("truncate", True)),
-        )
-    known = ", ".join(["default", "dynamic", *SCALINGS])
-    raise UserError(
-        f"config.json requires rope scaling {rope_type!r}, which this engine does not support; it supports {known}"
+@dataclass(frozen=True)
+class MtpForm:
+    """Names and conventions of one form. Only the first MTP layer is used; it is run again to draft several tokens."""
+
+    prefix: str
+    """Prefix of all tensors of the layer."""
+    block: str
+    """Prefix of the tensors of its decoder layer."""
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    hidden_first: bool = False
+    """Whether the hidden state precedes the embedding in the input of the projection."""
+    zeroes_first: bool = True
+    """Whether the embedding of the first pair is replaced with zeros."""
+    copies: tuple[str, ...] = ()
+    """Copies of tensors of the target, which the layer shares with it."""
+
+
+MIMO = MtpForm(
+    prefix="model.mtp_layers.0.",
+    block="model.mtp_layers.0.",
+    embedding_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    projection="input_proj",
+    final_norm="final_layernorm",
+    hidden_first=True,
+)
+QWEN = MtpForm(
+    prefix="mtp.",
+    block="mtp.layers.0.",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    final_norm="norm",
+    zeroes_first=False,
+)
+
+
+def deepseek(layer: int) -> MtpForm:
+    """Return the form of DeepSeek-V3, in which the MTP layer is numbered as a further layer of the target."""
+    prefix = f"model.layers.{layer}."
+    return MtpForm(
+        prefix=prefix,
+        block=prefix,
+        embedding_norm="enorm",
+        hidden_norm="hnorm",
+        projection="eh_proj",
+        final_norm="shared_head.norm",
+        copies=("embed_tokens.weight", "shared_head.head.weight"),
     )
+
+
+def find_mtp_form(names: Collection[str]) -> MtpForm | None:
+    """Return the form of the MTP layer among the tensors of a checkpoint, or None if there is none."""
+    if any(name.startswith(MIMO.prefix) for name in names):
+        return MIMO
+    if any(name.startswith(QWEN.prefix) for name in names):
+        return QWEN
+    layers = mtp_layers(names)
+    return deepseek(min(layers)) if layers else None
+
+
+def mtp_layers(names: Collection[str]) -> list[int]:
+    """Return the numbers of the MTP layers in the form of DeepSeek-V3 among the tensors of a checkpoint."""
+    matches = (re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name) for name in names)
+    return [int(match[1]) for match in matches if match]
+
+
+def mtp_tensors(fields: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Return whether a tensor of a target's checkpoint belongs to an MTP layer. fields: its `config.json`."""
+    first, count = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
+    layers = range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
+    prefixes = ("model.mtp_layers.", "mtp.", *(f"model.layers.{layer}." for layer in layers))
+    return lambda name: name.startswith(prefixes)

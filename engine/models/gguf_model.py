@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from drafter_service.client.gguf import GgufFile, open_gguf
+from engine.models.families import FAMILIES
+from engine.models.quantization import Header
 from engine.models.rope import Llama3, Rope
 from ssd.errors import UserError
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf}
 """Supported architectures, with their names in a `config.json`."""
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 PARTS = {
@@ -114,66 +116,46 @@ def _scaling(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> dict[s
 
 
 class GgufTensors:
-    """The tensors of a GGUF file by their names in a folder, with the interface of an open safetensors file."""
+    """The tensors of a GGUF file by their names in a folder; see `checkpoint.Tensors`."""
 
     def __init__(self, path: Path) -> None:
         """Raise UserError for a file that cannot be read."""
         self._file = open_gguf(path)
         self._names = {_folder_name(name): name for name in self._file.tensors if name != ROPE_FACTORS}
 
-    def keys(self) -> list[str]:
-        """Return the names of the tensors."""
-        return list(self._names)
+    def headers(self) -> dict[str, Header]:
+        """Return the headers of all tensors by their names, with the dtype in which values are returned."""
+        shapes = {name: self._file.tensors[own].shape for name, own in self._names.items()}
+        return {
+            name: Header(self._file.path, "F32", tuple(int(size) for size in reversed(shape)))
+            for name, shape in shapes.items()
+        }
 
-    def get_slice(self, name: str) -> GgufTensor:
-        """Return a tensor that is read when it is indexed."""
-        return GgufTensor(self._file, self._names[name])
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor, dequantized to float32."""
-        return self.get_slice(name)[()]
-
-
-class GgufTensor:
-    """A tensor of a GGUF file, in the form of safetensors."""
-
-    def __init__(self, file: GgufFile, name: str) -> None:
-        self._file = file
-        self._name = name
-        self._tensor = file.tensors[name]
-
-    def get_dtype(self) -> str:
-        """Return the dtype in which values are returned, by its name in safetensors headers."""
-        return "F32"
-
-    def get_shape(self) -> list[int]:
-        """Return the size of each dimension."""
-        return [int(size) for size in reversed(self._tensor.shape)]
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        """Return the part at an index, float32. Raises UserError for a quantization that is not known."""
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a tensor, or its part at an index, as float32. Raises UserError for an unknown quantization."""
         from gguf import dequantize
 
-        rows = self._rotary_order()[index[0] if index else slice(None)]
+        tensor = self._file.tensors[self._names[name]]
+        rows = self._rotary_order(self._names[name], int(tensor.shape[-1]))[index[0] if index else slice(None)]
         try:
-            values = dequantize(self._tensor.data[rows], self._tensor.tensor_type)
+            values = dequantize(tensor.data[rows], tensor.tensor_type)
         except NotImplementedError:
             raise UserError(
-                f"{self._name} in {self._file.path} is stored as {self._tensor.tensor_type.name}, which the library "
+                f"{self._names[name]} in {self._file.path} is stored as {tensor.tensor_type.name}, which the library "
                 "gguf does not dequantize; give another quantization of the model"
             ) from None
         part = values[(slice(None), *index[1:])]
         return torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32))
 
-    def _rotary_order(self) -> np.ndarray:
-        """Return which row of the file each row of the tensor is, int64 [rows].
+    def _rotary_order(self, name: str, count: int) -> np.ndarray:
+        """Return which row of the file each of `count` rows of a tensor is, int64 [count].
 
         Files of the architecture llama have the rows of queries and keys in another order, because llama.cpp rotates
         neighboring components together, not those of the two halves of a head.
         """
-        rows = np.arange(self.get_shape()[0])
+        rows = np.arange(count)
         kind = self._file.field("general.architecture")
-        part = self._name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         if kind != "llama" or part not in ("attn_q", "attn_k"):
             return rows
         heads = self._file.field(f"{kind}.attention.head_count")

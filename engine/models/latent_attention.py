@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import LatentConfig, ModelConfig
-from engine.models.ops import Ops, Rotation
-from engine.models.self_attention import Attend, RMSNorm
+from engine.models.layers import Attend, Ops, RMSNorm, Rotation
 
 WORKSPACE_BYTES = 256 << 20
 """Maximum number of bytes of keys, values and scores that the expanded form has in memory at a time."""

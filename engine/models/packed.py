@@ -1,19 +1,26 @@
-"""Linear layers in oneDNN's blocked layout, for steps of few tokens on a CPU.
+"""Linear layers whose weights have another form in memory: oneDNN's blocked layout, or one quantized byte each.
 
-The matrix products of a verify step are about twice as fast as with the plain layout. Their order of summation does not
+Packed layers make the matrix products of a verify step on a CPU about twice as fast. Their order of summation does not
 depend on the number of tokens in a step, so a token's logits are bitwise equal whether it is decoded alone or within a
 draft.
+
+Of a quantized layer, some rows of the weight at a time are dequantized into the processor's cache and multiplied in the
+dtype of the input. So it computes with exactly the weights that dequantizing the checkpoint gives. It saves memory, but
+no time: a step of few tokens takes longer than with packed float weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.decoder import Decoder
-from engine.models.experts import GroupedLinear, LinearPerExpert
+from engine.models.experts import GroupedLinear, Groups, LinearPerExpert
+from engine.models.families import checkpoint_parts
+from engine.models.quantization import PARTS, QuantizedWeight, Scheme
 
 TOKENS = 16
 """Number of rows that the layout is optimized for; with 16, steps of 1 to 64 tokens were fastest or close to it."""
@@ -21,6 +28,11 @@ TOKENS = 16
 LEAST_ROWS = 4
 """Number of rows to which inputs of products with plain weights are padded. CPU libraries have other kernels for fewer
 rows, which sum in another order; with this many, a row's bits do not depend on the number of rows."""
+TILE = 1 << 19
+"""Number of weights that are dequantized at once on a CPU. Of 64 Ki to 4 Mi, this many were the fastest or close to it
+for layers of 2048 and 5632 channels and 1 to 64 tokens."""
+LARGEST = 127
+"""Largest absolute value of weights that `quantize_int8` rounds; without -128 the range is symmetric."""
 
 
 class PackedLinear(nn.Module):
@@ -84,3 +96,150 @@ def replace_linears(module: nn.Module, make: Callable[[Tensor, Tensor | None], n
                 setattr(parent, name, make(plain.weight.detach(), bias))
             elif isinstance(plain, GroupedLinear) and plain.weight.is_cpu:
                 setattr(parent, name, LinearPerExpert(plain, lambda weight: make(weight, None)))
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with a quantized weight."""
+
+    values: Tensor
+    """Parts of a `QuantizedWeight`."""
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.columns = weight.columns
+        _register(self, {**_tensors(weight), "bias": bias})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map hidden states [N, in] to [N, out]."""
+        product = multiply(hidden, QuantizedWeight(self.values, self.scales, self.zeros, self.columns))
+        return product if self.bias is None else product + self.bias
+
+    def overwrite(self, weight: Tensor) -> None:
+        """Replace the weight of a layer that `rounded_to_int8` returned by another one, [out, in]."""
+        rounded = _rounded(weight)
+        self.values.copy_(rounded.values)
+        self.scales.copy_(rounded.scales)
+
+
+class QuantizedGroupedLinear(nn.Module):
+    """Experts with quantized weights, on a CPU. Takes the place of a `GroupedLinear`."""
+
+    values: Tensor
+    """Parts of a `QuantizedWeight` for each expert, stacked: [experts, out, in] and [experts, out, blocks]."""
+    scales: Tensor
+    zeros: Tensor | None
+
+    def __init__(self, count: int, weight: QuantizedWeight) -> None:
+        """weight: rows of all experts, [experts * out, in]."""
+        super().__init__()
+        self.count = count
+        self.columns = weight.columns
+        stacked = {
+            name: part if part is None else part.unflatten(0, (count, -1)) for name, part in _tensors(weight).items()
+        }
+        _register(self, stacked)
+
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        """See `GroupedLinear.forward`."""
+        assert groups.spans is not None
+        outputs = []
+        for expert, first, end in groups.spans:
+            zeros = None if self.zeros is None else self.zeros[expert]
+            weight = QuantizedWeight(self.values[expert], self.scales[expert], zeros, self.columns)
+            outputs.append(multiply(rows[first:end], weight))
+        return torch.cat(outputs)
+
+
+def _tensors(weight: QuantizedWeight) -> dict[str, Tensor | None]:
+    return {name: getattr(weight, name) for name in PARTS}
+
+
+def _register(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        module.register_parameter(name, parameter)
+
+
+def multiply(hidden: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Return hidden [N, in] times the transpose of a weight [out, in], in the dtype of `hidden`."""
+    if not hidden.is_cpu:
+        return F.linear(hidden, weight.dequantize().to(hidden.dtype))
+    count, inputs = hidden.shape
+    if count < LEAST_ROWS:
+        hidden = F.pad(hidden, (0, 0, 0, LEAST_ROWS - count))
+    product = torch.ops.mkldnn._linear_pointwise if supports_onednn(hidden.device, hidden.dtype) else _plain_product
+    size, outputs = max(1, TILE // inputs), len(weight.values)
+    result = hidden.new_empty(len(hidden), outputs)
+    for first in range(0, outputs, size):
+        tile = weight.part((slice(first, first + size),)).dequantize().to(hidden.dtype)
+        result[:, first : first + size] = product(hidden, tile, None, "none", [], "")
+    return result[:count]
+
+
+def _plain_product(hidden: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return F.linear(hidden, weight)
+
+
+def keep_quantized(
+    decoder: Decoder, shapes: Mapping[str, tuple[int, ...]], scheme: Callable[[str], Scheme | None]
+) -> None:
+    """Replace layers of a decoder on the meta device, or of a part of it, by ones that keep their quantized weights.
+
+    These are layers whose weights in the checkpoint all have the same scheme. The output projection is not replaced,
+    because networks that draft read its weight. Layers whose inputs are divided within blocks of columns are not
+    replaced either.
+    shapes: of the undivided weights, by their names in the checkpoint. scheme: returns the scheme of such a name.
+    """
+    for path, module in list(decoder.named_modules()):
+        if not isinstance(module, nn.Linear | GroupedLinear) or module is decoder.lm_head:
+            continue
+        names = [name for name, _ in checkpoint_parts(f"{path}.weight", decoder.config)]
+        schemes = {scheme(name) for name in names}
+        found = schemes.pop()
+        if schemes or found is None:
+            continue
+        inputs = module.weight.shape[-1]
+        columns = found.block[1] or inputs
+        if inputs == shapes[names[0]][1] or inputs % columns == 0:
+            decoder.set_submodule(path, _empty(module, found, columns))
+
+
+def _empty(module: nn.Linear | GroupedLinear, scheme: Scheme, columns: int) -> nn.Module:
+    """Return a layer on the meta device that keeps the weight of `module` in a scheme."""
+    *_, inputs = module.weight.shape
+    rows, blocks = module.weight.numel() // inputs, -(-inputs // columns)
+    dtype = torch.float8_e4m3fn if scheme.values == "float" else torch.int8
+    with torch.device("meta"):
+        weight = QuantizedWeight(
+            torch.empty(rows, inputs, dtype=dtype),
+            torch.empty(rows, blocks),
+            torch.empty(rows, blocks, dtype=torch.int8) if scheme.has_zeros else None,
+            columns,
+        )
+    if isinstance(module, GroupedLinear):
+        return QuantizedGroupedLinear(module.count, weight)
+    return QuantizedLinear(weight, None if module.bias is None else module.bias.detach())
+
+
+def quantize_int8(decoder: Decoder) -> Decoder:
+    """Round the linear layers of a decoder to int8, symmetric and with one scale per output channel, in place.
+
+    Returns the decoder; it can then neither be trained nor saved. On other devices than a CPU, experts keep their
+    weights.
+    """
+    replace_linears(decoder, rounded_to_int8)
+    return decoder
+
+
+def rounded_to_int8(weight: Tensor, bias: Tensor | None) -> QuantizedLinear:
+    """Return a layer with the weight [out, in] rounded to int8."""
+    return QuantizedLinear(_rounded(weight), bias)
+
+
+def _rounded(weight: Tensor) -> QuantizedWeight:
+    scales = (weight.float().abs().amax(dim=1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    values = (weight / scales).round().to(torch.int8)
+    return QuantizedWeight(values, scales, None, weight.shape[1])

@@ -1,10 +1,10 @@
-"""Convert text to token ids and back with the tokenizer.json of a model folder, or with that of a GGUF file."""
+"""Convert between text and token ids: the tokenizer of a model, incremental decoding, and chat prompts."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
+from drafter_service.client.chat_template import Message, RefusedMessagesError, load_chat_template
 from drafter_service.client.gguf import is_gguf, load_gguf_tokenizer
 from ssd.errors import UserError
 
@@ -21,6 +22,12 @@ PRIVATE_USE = "\U000f0000"
 """A character that Unicode leaves to applications."""
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """Spelling of a token that is a single byte, in vocabularies of characters that fall back to bytes."""
+Decode = Callable[[np.ndarray], str]
+"""Returns the text of token ids, uint32 [N]."""
+PROMPT_TAIL = 8
+"""Number of prompt tokens to decode before the output; some vocabularies drop a space at the start of a text."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""Decoded form of bytes that are not a complete character."""
 
 
 class Tokenizer:
@@ -159,3 +166,109 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTES = _byte_alphabet()
+
+
+class Detokenizer:
+    """Text that an output adds to its prompt, token by token.
+
+    The bytes of a character can span several tokens, so replacement characters at the end are held back until later
+    tokens complete them. The `DecodeStream` of `tokenizers` holds back the whole text of such a token and cannot be
+    flushed at the end.
+    """
+
+    def __init__(self, decode: Decode, prompt: np.ndarray) -> None:
+        """prompt: uint32 [P]."""
+        self._decode = decode
+        self._window: list[int] = _tail(decode, prompt).tolist()
+        """The last tokens: those after `_settled`, and some context before them."""
+        self._settled = len(self._window)
+        """Number of leading tokens of the window whose text was returned."""
+        self._returned = len(self._text().rstrip(UNFINISHED))
+        """Number of leading characters of the window's text that were returned."""
+
+    def feed(self, token: int) -> str:
+        """Append a token and return the text that is now complete."""
+        self._window.append(token)
+        text = self._text()
+        certain = text.rstrip(UNFINISHED)
+        new = certain[self._returned :]
+        self._returned = max(self._returned, len(certain))
+        if new and len(certain) == len(text):
+            del self._window[: self._settled]
+            self._settled = len(self._window)
+            self._returned = len(self._text())
+        return new
+
+    def finish(self) -> str:
+        """Return the text that is held back, after the last token."""
+        return self._text()[self._returned :]
+
+    def _text(self) -> str:
+        return self._decode(np.array(self._window, np.uint32))
+
+
+def _tail(decode: Decode, prompt: np.ndarray) -> np.ndarray:
+    """Return the last tokens of a prompt; more of them where they end within a character."""
+    size = PROMPT_TAIL
+    while size < len(prompt) and decode(prompt[-size:]).endswith(UNFINISHED):
+        size *= 2
+    return prompt[-size:]
+
+
+class ChatPrompts:
+    """Chat template and tokenizer of a model folder."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Raise UserError for an unusable template. A folder without a template is valid but does not support chats."""
+        self._template = load_chat_template(folder)
+        self._tokenizer = tokenizer
+
+    @property
+    def tool_template(self) -> str:
+        """The template for chats with tools, in Jinja; empty without a template that uses tools."""
+        return "" if self._template is None else self._template.tool_source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template uses tools."""
+        return bool(self.tool_template)
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return the prompt that the template renders.
+
+        tools: that the model may call, as in OpenAI's API. arguments: further variables, such as `enable_thinking`.
+        add_generation_prompt: end with the beginning of an answer. continue_final_message: end with the last message.
+
+        Raises UserError for a model without a template, and for messages that are invalid or that it refuses.
+        """
+        if self._template is None:
+            raise UserError(
+                "this model has no chat template; send the text of a prompt to /v1/completions, "
+                "or put a chat_template.jinja into the model's folder"
+            )
+        try:
+            return self._template.render(
+                messages, tools=tools, arguments=arguments, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )  # fmt: skip
+        except RefusedMessagesError as problem:
+            raise UserError(str(problem)) from None
+
+    def tokens(self, *given: Any, add_special_tokens: bool = False, **options: Any) -> np.ndarray:
+        """Return the token ids of `text`, uint32 [N]; templates usually render all special tokens themselves."""
+        return self._tokenizer.encode(self.text(*given, **options), add_special_tokens=add_special_tokens)
+
+    def unused(self, names: Iterable[str], *, has_tools: bool) -> list[str]:
+        """Return the names that the template does not use as variables. has_tools: whether the chat has tools."""
+        if self._template is None:
+            return []  # `text` raises the error.
+        known = self._template.variables(has_tools=has_tools)
+        return [name for name in names if name not in known]

@@ -8,48 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from engine.models.checkpoint import Checkpoint, Header, PickledHeader, checkpoint_parts, is_finite
+from engine.models.checkpoint import Checkpoint, TensorsInMemory, is_finite
 from engine.models.decoder import Decoder
 from engine.models.experts import LinearPerExpert
-from engine.models.heads.mtp_names import mtp_layers, mtp_tensors
+from engine.models.families import checkpoint_parts, mtp_layers, mtp_tensors
 from engine.models.loader import checkpoint_views, on_meta_device, shapes
-from engine.models.lora.linear import LoraLinear
-from engine.models.packed import PackedLinear
-from engine.models.quantized.linear import QuantizedGroupedLinear, QuantizedLinear
+from engine.models.lora.pool import LoraLinear
+from engine.models.packed import PackedLinear, QuantizedGroupedLinear, QuantizedLinear
 from engine.models.sharding import ShardedDecoder
 from ssd.errors import UserError
 
 Source = Mapping[str, Tensor] | Path | str
 """A state dict with the names of a checkpoint, a safetensors file, or a folder with such files."""
-
-
-class StateDict(Checkpoint):
-    """Tensors in memory with the interface of weight files."""
-
-    _advice = "give all tensors of the model, by the names of its checkpoint"
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(Path("the state dict"), ())
-        self._tensors = tensors
-
-    @cached_property
-    def _headers(self) -> dict[str, Header]:
-        for name, tensor in self._tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise UserError(f"{name} in {self._folder} is a {type(tensor).__name__}, not a tensor; give tensors")
-        return {
-            name: Header(self._folder, PickledHeader(tensor).get_dtype(), tuple(tensor.shape))
-            for name, tensor in self._tensors.items()
-        }
-
-    def _raw(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        return self._tensors[name][index]
 
 
 def check_weights(decoder: Decoder, source: Source) -> Checkpoint:
@@ -113,7 +88,7 @@ def _plain(decoder: Decoder) -> Decoder:
 
 def _opened(source: Source) -> Checkpoint:
     if isinstance(source, Mapping):
-        return StateDict(source)
+        return _state_dict(source)
     path = Path(source)
     # Unlike the methods of `Path`, these accept names that no file can have.
     if os.path.isdir(path):
@@ -124,6 +99,15 @@ def _opened(source: Source) -> Checkpoint:
     if path.suffix == ".safetensors" and os.path.isfile(path):
         return Checkpoint(path, [path])
     raise UserError(f"{path} is neither a folder nor a .safetensors file that can be read; give one of these")
+
+
+def _state_dict(tensors: Mapping[str, Tensor]) -> Checkpoint:
+    origin = Path("the state dict")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise UserError(f"{name} in {origin} is a {type(tensor).__name__}, not a tensor; give tensors")
+    advice = "give all tensors of the model, by the names of its checkpoint"
+    return Checkpoint(origin, [TensorsInMemory(origin, tensors)], advice=advice)
 
 
 def _refuse_fixed(decoder: Decoder) -> None:

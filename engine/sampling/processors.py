@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from engine.sampling.grammar_state import GrammarError, GrammarState
     from engine.scheduling.sequence import Sequence
 
-
 NOT_NEEDED = -1
 """Marks a row of logits that is not read."""
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from engine.executor.kernels import sample as kernel
 from engine.executor.transfer import on_device
-from engine.sampling.noise import sample_tokens
-from engine.sampling.truncation import Truncation, divisors, truncate
+from engine.sampling.noise import Truncation, divisors, sample_tokens, truncate
 from engine.scheduling.request import SamplingParams
 
 

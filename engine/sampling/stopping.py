@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.models.detokenize import Decode, Detokenizer
+from engine.models.tokenizer import Decode, Detokenizer
 from engine.scheduling.request import FinishReason, Request
 
 

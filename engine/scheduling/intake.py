@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import ContextWindow, EngineConfig
 from engine.models.config import ModelConfig
-from engine.models.detokenize import Decode
+from engine.models.tokenizer import Decode
 from engine.sampling.stopping import Stopping
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request

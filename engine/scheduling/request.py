@@ -291,3 +291,27 @@ class Completion:
         """uint32 [m]: the tokens without a final end or stop token. Their text still includes a stop string."""
         ends_with_token = self.finish_reason is FinishReason.STOP and not isinstance(self.stop_reason, str)
         return self.tokens[:-1] if ends_with_token else self.tokens
+
+
+_MASK = (1 << 64) - 1
+_MULTIPLIER = 0xBF58476D1CE4E5B9
+"""The first multiplier of SplitMix64's finalizer (Steele, Lea and Flood, 2014)."""
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Return the seed of sample `index` of a request, in the range of `SamplingParams.seed`.
+
+    The first sample uses the request's own seed, so it equals the output of the same request with one sample. The
+    others use SplitMix64 of seed and index, so that requests with adjacent seeds share no samples.
+    """
+    if index == 0:
+        return seed
+    mixed = _mix64(_mix64(int(seed) & _MASK) + index * _MULTIPLIER & _MASK)
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
+def _mix64(x: int) -> int:
+    """Return SplitMix64's finalizer of an unsigned 64-bit number."""
+    x = (x ^ x >> 30) * _MULTIPLIER & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return x ^ x >> 31

@@ -14,7 +14,7 @@ from engine.commands.progress import LongProgress
 from engine.commands.prompts import read_prompt_file
 from engine.models.checkpoint import CONFIG_FILE
 from engine.models.decoder import Decoder
-from engine.models.files import read_json
+from engine.models.folders import read_json
 from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
 from engine.models.heads.medusa import MedusaHeads
@@ -26,16 +26,14 @@ from engine.training.acceptance import (
     PROMPTS,
     TEMPERATURES,
     Acceptance,
-    Measurement,
+    measure,
+    write_card,
 )
-from engine.training.card import write_card
 from engine.training.data import end_token, file_text, library_text
-from engine.training.recipe import RECIPES, Recipe
+from engine.training.kinds import KINDS, Recipe
 from engine.training.run import Run, resume, train
 from ssd.errors import UserError
 
-COPY_A_LAYER = ("mtp", "eagle", "eagle3")
-"""Kinds whose heads begin with a layer of the target."""
 OF_ALL_LAYERS = ("dtype", "layer_types", "num_nextn_predict_layers", "quantization_config")
 """Fields of a target's `config.json` that do not hold for a draft model."""
 
@@ -55,8 +53,8 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         """Raise UserError for options that do not fit together."""
-        if self.kind not in RECIPES:
-            raise UserError(f"unknown kind {self.kind!r}; give one of {', '.join(RECIPES)}")
+        if self.kind not in KINDS:
+            raise UserError(f"unknown kind {self.kind!r}; give one of {', '.join(KINDS)}")
         if not self.data and self.target != SHIPPED_MODEL:
             raise UserError("give --data text files")
         if self.out.exists() and self.target.exists() and self.out.samefile(self.target):
@@ -69,9 +67,9 @@ def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None
     recipe: None for that of the kind. An interrupted call with the same options is continued from `options.work`.
     Raises UserError for files that cannot be used, and for a work folder with another run.
     """
-    recipe = recipe or RECIPES[options.kind]
+    recipe = recipe or KINDS[options.kind].recipe
     shape = load_config(options.target)
-    if recipe.kind in COPY_A_LAYER and (shape.experts is not None or shape.latent is not None):
+    if KINDS[recipe.kind].copies_layer and (shape.experts is not None or shape.latent is not None):
         raise UserError(
             f"a head of the kind {recipe.kind} begins with a layer of its target, which may have neither experts nor "
             "latent attention; train medusa or draft-model"
@@ -89,11 +87,17 @@ def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None
     console.print(f"training {recipe.kind} from step {run.step:,} of {recipe.steps:,}")
     with LongProgress(console, recipe.steps, transient=True, units="steps") as progress:
         progress.advance(run.step, "")
-        train(run, work, until=recipe.steps, progress=lambda run: progress.advance(1, _rate(run)))
+        train(
+            run, work, until=recipe.steps,
+            progress=lambda run: progress.advance(1, f"tokens per step {run.tokens_per_step:.2f}"),
+        )  # fmt: skip
     write_head(run, options.out, options.target)
-    measurement = Measurement(target, options.target, _held_out_prompts(options.target, tokenizer, held_out))
-    results = [measurement.measure(recipe.kind, options.out, temperature) for temperature in TEMPERATURES]
-    console.print("; ".join(map(describe, results)))
+    prompts = _held_out_prompts(options.target, tokenizer, held_out)
+    results = [
+        measure(recipe.kind, options.out, target, options.target, prompts, temperature) for temperature in TEMPERATURES
+    ]
+    for each in results:
+        console.print(f"{each.tokens_per_step:.2f} tokens per step at temperature {each.temperature:g}")
     write_card(
         options.out,
         run,
@@ -101,24 +105,15 @@ def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None
         data=_describe_data(options),
         tokens=min(windows.size, recipe.steps * recipe.batch_tokens),
         results=results,
-        prompts=measurement.prompts,
+        prompts=len(prompts),
     )
     return results[0]
-
-
-def _rate(run: Run) -> str:
-    return f"tokens per step {run.tokens_per_step:.2f}"
 
 
 def _describe_data(options: TrainingOptions) -> str:
     if options.data:
         return f"{len(options.data)} text files"
     return "The Python standard library, the files that the target was trained on (its `files.json`)"
-
-
-def describe(result: Acceptance) -> str:
-    """Return the result as text, such as `2.46 tokens per step at temperature 0.8`."""
-    return f"{result.tokens_per_step:.2f} tokens per step at temperature {result.temperature:g}"
 
 
 def write_head(run: Run, folder: Path, target: Path) -> None:
@@ -136,8 +131,12 @@ def write_head(run: Run, folder: Path, target: Path) -> None:
 
 
 def _held_out_prompts(target: Path, tokenizer: Tokenizer, windows: np.ndarray) -> Sequence[np.ndarray]:
-    """Return the last prompts of the target's own file if it has one, else the beginnings of held-out windows."""
+    """Return at most `PROMPTS` prompts of at most `MAX_PROMPT_TOKENS` tokens each, uint32 [N].
+
+    They are the ends of the last prompts of the target's own file if it has one, else the beginnings of held-out
+    windows.
+    """
     path = target / PROMPTS_FILE
     if not path.exists():
-        return [window[: min(MAX_PROMPT_TOKENS, len(window) // 2)] for window in windows]
-    return [prompt.tokens(tokenizer) for prompt in read_prompt_file(path)[-PROMPTS:]]
+        return [window[: min(MAX_PROMPT_TOKENS, len(window) // 2)] for window in windows[:PROMPTS]]
+    return [prompt.tokens(tokenizer)[-MAX_PROMPT_TOKENS:] for prompt in read_prompt_file(path)[-PROMPTS:]]

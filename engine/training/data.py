@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.models.config import ModelConfig
-from engine.models.files import read_json
+from engine.models.folders import read_json
 from engine.models.tokenizer import Tokenizer
 from ssd.errors import UserError
 

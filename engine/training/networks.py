@@ -14,9 +14,9 @@ from engine.models.heads.eagle import EagleHead
 from engine.models.heads.eagle3 import Eagle3Head, Eagle3Style
 from engine.models.heads.head import normalize
 from engine.models.heads.medusa import MedusaHeads, ResidualBlock
-from engine.models.heads.mtp import MtpHead, MtpStyle
-from engine.models.self_attention import SelfAttention
-from engine.training.windows import Windows
+from engine.models.heads.mtp import MtpHead
+from engine.models.layers import SelfAttention
+from engine.training.objectives import Windows
 
 RIDGE = 1e-3
 """Regularization of least squares, relative to the mean square of the inputs."""
@@ -39,7 +39,7 @@ def new_mtp(target: Decoder, sample: Windows) -> MtpHead:
     sample: windows with the states after the last but one and the last layer.
     """
     config = target.config
-    head = MtpHead(replace(config, num_layers=1), config.num_layers, MtpStyle())
+    head = MtpHead(replace(config, num_layers=1), config.num_layers)
     head.attach(target)
     head.layer.load_state_dict(_last_layer(target).state_dict())
     head.norm.load_state_dict(target.norm.state_dict())

@@ -1,10 +1,11 @@
-"""Losses of every kind of head: cross-entropy with the target's own distribution as the label."""
+"""Losses of every kind of head: cross-entropy with the target's own distribution as the label, over windows of text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,10 +13,170 @@ from torch import Tensor, nn
 from engine.models.decoder import Decoder
 from engine.models.heads.head import DraftHead, HeadOutput, normalize
 from engine.models.heads.medusa import MedusaHeads
-from engine.training.attention import WindowAttention
-from engine.training.cross_entropy import TEMPERATURE, cross_entropy, label_probabilities
-from engine.training.unroll import run_chains, run_window
-from engine.training.windows import Windows
+
+BATCH_TOKENS = 4096
+"""Tokens in one forward pass of the target."""
+TEMPERATURE = 0.8
+"""Temperature of labels and predictions: drafts are wanted for temperatures from 0 to 1."""
+PART_ROWS = 256
+"""Rows of logits computed at once: 4 MiB for a vocabulary of 4,096, which stay in the processor's cache."""
+
+
+class Windows(NamedTuple):
+    """A batch of B windows of T tokens."""
+
+    tokens: Tensor
+    """int64 [B, T]."""
+    states: Tensor
+    """float32 [B, T, L, H]: the target's hidden states after the selected layers."""
+
+
+def read_windows(target: Decoder, tokens: np.ndarray, layers: tuple[int, ...]) -> Windows:
+    """Return windows, uint32 [B, T], with the target's states after `layers`. Each window is run without context."""
+    text = torch.from_numpy(tokens.astype(np.int64))
+    batches = text.split(max(1, BATCH_TOKENS // text.shape[1]))
+    return Windows(text, torch.cat([_states(target, batch, layers) for batch in batches]))
+
+
+@torch.no_grad()
+def _states(target: Decoder, tokens: Tensor, layers: tuple[int, ...]) -> Tensor:
+    rows, length = tokens.shape
+    attend = WindowAttention(rows, length).attend
+    states = target.hidden_states(tokens.flatten(), torch.arange(length).repeat(rows), attend, layers=layers)[1]
+    return states.view(rows, length, *states.shape[1:])
+
+
+class WindowAttention:
+    """Causal attention within B windows of M rows; keeps keys and values, [B, kv_heads, M, head_dim] by layer."""
+
+    def __init__(self, windows: int, rows: int) -> None:
+        self._shape = (windows, rows)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Attend`."""
+        query, key, value = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+        self.keys[layer], self.values[layer] = key, value
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+
+class ChainAttention:
+    """Attention of chains to the rows of a window up to their start, and to their own earlier steps."""
+
+    def __init__(self, window: WindowAttention, starts: Tensor) -> None:
+        """starts: int64 [B, C], rows of the window."""
+        self._window = window
+        self._shape = tuple(starts.shape)
+        self._starts = starts
+        self._keys: dict[int, list[Tensor]] = {}
+        self._values: dict[int, list[Tensor]] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Compute a layer for the next step of all chains, [B * C, heads, head_dim]; see `Attend`."""
+        query, key, value = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+        own_keys = self._keys.setdefault(layer, [])
+        own_values = self._values.setdefault(layer, [])
+        own_keys.append(key)
+        own_values.append(value)
+        keys, values = self._window.keys[layer], self._window.values[layer]
+        rows = keys.shape[2]
+        # [B, kv_heads, group, C, head_dim]; the group shares a key head.
+        grouped = query.unflatten(1, (keys.shape[1], -1)) * query.shape[-1] ** -0.5
+        hidden = torch.arange(rows) > self._starts[:, None, None, :, None]
+        scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).masked_fill(hidden, float("-inf"))
+        own_scores = [(grouped * own.unsqueeze(2)).sum(-1, keepdim=True) for own in own_keys]
+        weights = torch.cat((scores, *own_scores), dim=-1).softmax(dim=-1)
+        attended = weights[..., :rows] @ values.unsqueeze(2)
+        for step, own in enumerate(own_values):
+            attended = attended + weights[..., rows + step, None] * own.unsqueeze(2)
+        return attended.flatten(1, 2).transpose(1, 2).flatten(0, 1)
+
+
+def run_window(head: DraftHead, tokens: Tensor, states: Tensor) -> tuple[HeadOutput, WindowAttention]:
+    """Run step 0 and return its output, [B, M, hidden_size] each, and what chains attend to.
+
+    tokens: int64 [B, M + 1]. states: [B, M, hidden_size], from `DraftHead.target_states`, of all but the last token.
+    Row r is the pair (state of r, token r + 1). The first token has no pair.
+    """
+    windows, rows = states.shape[:2]
+    attention = WindowAttention(windows, rows)
+    positions = torch.arange(1, rows + 1).repeat(windows)
+    output = head(tokens[:, 1:].flatten(), states.flatten(0, 1), positions, attention.attend)
+    return _as_windows(output, windows), attention
+
+
+def run_chains(
+    head: DraftHead, tokens: Tensor, first: HeadOutput, window: WindowAttention, starts: Tensor, steps: int
+) -> list[HeadOutput]:
+    """Run steps 1 to `steps` of chains and return their outputs, [B, C, hidden_size] each.
+
+    first: output of step 0. starts: int64 [B, C], rows of the window, at most M - 1 - steps.
+    """
+    windows = len(starts)
+    attention = ChainAttention(window, starts)
+    states = first.state.gather(1, starts[..., None].expand(-1, -1, first.state.shape[-1]))
+    outputs = []
+    for step in range(1, steps + 1):
+        positions = starts + step + 1
+        text = tokens.gather(1, positions).flatten()
+        output = head(text, states.flatten(0, 1), positions.flatten(), attention.attend)
+        outputs.append(_as_windows(output, windows))
+        states = outputs[-1].state
+    return outputs
+
+
+def _as_windows(output: HeadOutput, windows: int) -> HeadOutput:
+    return HeadOutput(*(x.view(windows, -1, x.shape[-1]) for x in output))
+
+
+@torch.no_grad()
+def label_probabilities(target: Decoder, states: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """Return the target's probabilities, [.., V], at `TEMPERATURE`; of some tokens, so that they add up to less than 1.
+
+    states: [.., hidden_size], the normalized last states. tokens: int64 [V]; None for all.
+    """
+    probabilities = torch.softmax(target.logits(states / TEMPERATURE), dim=-1)
+    return probabilities if tokens is None else probabilities[..., tokens]
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy of predictions q with labels p, and the probability that a draft is accepted.
+
+    hidden: [.., hidden_size], input of the output projection with the given weight [V, hidden_size]; both are divided
+    by `TEMPERATURE`. labels: [.., V]. The results have the shape [..]. The probability is that of rejection sampling,
+    sum(min(p, q)), and has no gradient; neither has `weight`.
+    """
+    flat = hidden.flatten(0, -2) / TEMPERATURE
+    losses, accepted = _CrossEntropy.apply(flat, weight.detach(), labels.flatten(0, -2))
+    return losses.view(hidden.shape[:-1]), accepted.view(hidden.shape[:-1])
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Computes the gradient in the forward pass, so that no logits need to be stored."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses and acceptance, [N] each; hidden: [N, H], weight: [V, H], labels: [N, V]."""
+        gradient = torch.empty_like(hidden)
+        losses, accepted = hidden.new_empty(len(hidden)), hidden.new_empty(len(hidden))
+        for first in range(0, len(hidden), PART_ROWS):
+            part = slice(first, first + PART_ROWS)
+            logits, label = hidden[part] @ weight.T, labels[part]
+            total = label.sum(-1)
+            losses[part] = logits.logsumexp(-1) * total - (label * logits).sum(-1)
+            probabilities = logits.softmax(-1)
+            accepted[part] = torch.minimum(probabilities, label).sum(-1)
+            gradient[part] = probabilities.mul_(total[:, None]).sub_(label) @ weight
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(accepted)
+        return losses, accepted
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of `hidden`; gradients: of losses and of acceptance, which has none."""
+        return ctx.saved_tensors[0] * gradients[0][:, None], None, None
 
 
 class Depths(NamedTuple):

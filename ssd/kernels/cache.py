@@ -77,7 +77,10 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the function compiled for a signature; None if it is not in the cache."""
         self._select_file(sig)
-        return super().load_overload(sig, target_context)
+        try:
+            return super().load_overload(sig, target_context)
+        except ModuleNotFoundError:  # A module that it was compiled from has another name now.
+            return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save the function compiled for a signature. Raises UserError if no folder is writable."""

@@ -32,7 +32,7 @@ def library_of(name: str) -> Iterator[Library]:
         yield Library("cuda", torch.bfloat16, 2e-2)
         return
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("engine.attention.flashinfer", "engine.models.fused", "engine.attention.backend"):
+        for module in ("engine.attention.flashinfer", "engine.attention.backend"):
             patch.setattr(f"{module}.flashinfer", lambda: TWIN)
         patch.setattr("engine.attention.backend._obstacle", lambda *_: None)
         patch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1)

@@ -37,13 +37,12 @@ from engine.commands.progress import LongProgress
 from engine.commands.prompts import read_texts
 from engine.config import EngineConfig
 from engine.engine import build_engine
-from engine.models.chat import ChatPrompts
 from engine.models.decoder import Decoder
-from engine.models.hub import find_model
+from engine.models.folders import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import PROMPTS_FILE
-from engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer import ChatPrompts, Tokenizer
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter

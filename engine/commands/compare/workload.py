@@ -13,9 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from engine.engine import Engine
-from engine.models.chat import ChatPrompts
-from engine.models.detokenize import Detokenizer
-from engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer import ChatPrompts, Detokenizer, Tokenizer
 from engine.scheduling.request import Request
 from ssd.errors import UserError
 

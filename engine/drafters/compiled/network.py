@@ -15,15 +15,13 @@ from engine.drafters.compiled.layers import NO_NORM, Network
 from engine.drafters.compiled.matrices import COLUMNS, LARGEST, blocks_of
 from engine.drafters.draft_model import ModelHead
 from engine.models.decoder import Layer
-from engine.models.feed_forward import FeedForward
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.eagle3 import Eagle3Head
 from engine.models.heads.head import DraftHead
 from engine.models.heads.mtp import MtpHead
-from engine.models.packed import PackedLinear
-from engine.models.quantized.linear import QuantizedLinear
+from engine.models.layers import FeedForward, RMSNorm, SelfAttention
+from engine.models.packed import PackedLinear, QuantizedLinear
 from engine.models.rope import Yarn
-from engine.models.self_attention import RMSNorm, SelfAttention
 from engine.scheduling.request import SamplingParams
 
 MAX_ROWS = 64
@@ -93,7 +91,7 @@ def _parts(head: DraftHead) -> Parts | None:
     if isinstance(head, MtpHead):
         return Parts(
             [head.layer], embedding, head.fc, vocabulary, head.embedding_norm, head.hidden_norm, head.norm,
-            layers.COMBINED, layers.NORMALIZED, zeroes_first=head.style.zeroes_first,
+            layers.COMBINED, layers.NORMALIZED, zeroes_first=head.zeroes_first,
         )  # fmt: skip
     if isinstance(head, EagleHead):
         return Parts([head.layer], embedding, head.fc, vocabulary, None, None, None, layers.COMBINED, layers.SUM)

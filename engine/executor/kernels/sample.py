@@ -16,8 +16,7 @@ from engine.executor.kernels.dispatch import Operation, kernel, next_power_of_2
 from engine.executor.kernels.noise_triton import gumbel, gumbel_bound, key
 from engine.executor.kernels.tensors import StepInputs
 from engine.sampling import noise
-from engine.sampling.noise import greedy_tokens
-from engine.sampling.truncation import Limits, lowest_scores
+from engine.sampling.noise import Limits, greedy_tokens, lowest_scores
 from engine.scheduling.request import GREEDY_BELOW
 
 if TYPE_CHECKING:

@@ -16,24 +16,137 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from engine.executor.ranks.group import TIMEOUT_S, RankGroup
-from engine.executor.ranks.messages import Joining, LoadFailed, Message, RankSettings, Stop
-from engine.models.division import Shard
+from engine.attention.backend import Backend
+from engine.executor.batch import Batch
+from engine.models.sharding import Shard
 from ssd.errors import UserError
 
+TIMEOUT_S = 60.0
+"""Longest time that a rank waits for another one within a step; far above the time of a step."""
 NOTICE_S = 5.0
 """Time between the end of a rank and the end of rank 0's process if no step raises in the meantime; it is also the time
 that a failed step waits for the reason."""
 STOP_TIMEOUT_S = 5.0
 """Time after which a rank that was told to stop is killed."""
+
+
+class RankSettings(NamedTuple):
+    """What a rank needs to load its part of a model."""
+
+    folder: Path
+    shard: Shard
+    dtype: torch.dtype
+    device: str
+    threads: int
+    """Number of CPU threads."""
+
+
+class Joining(NamedTuple):
+    """Join the group; all ranks have loaded their parts."""
+
+    store: Path
+
+
+class Cache(NamedTuple):
+    """Allocate a KV cache in place of the one before."""
+
+    backend: Backend
+    pages: int
+    page_size: int
+
+
+class Step(NamedTuple):
+    """Run the forward pass of a batch."""
+
+    batch: Batch
+    layers: tuple[int, ...]
+    """As in `Decoder.hidden_states`."""
+
+
+class Move(NamedTuple):
+    """Copy keys and values between slots, see `Attention.move`."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+
+
+class Stop(NamedTuple):
+    """End the process."""
+
+
+Message = Joining | Cache | Step | Move | Stop
+
+
+class Loaded(NamedTuple):
+    """Answer of a rank that has loaded its part."""
+
+
+class LoadFailed(NamedTuple):
+    """Answer of a rank that cannot load its part."""
+
+    reason: str
+
+
+class RankGroup:
+    """Collective operations of `torch.distributed`: NCCL between GPUs, gloo between processes on a CPU.
+
+    A process can belong to one group at a time.
+    """
+
+    def __init__(self, shard: Shard, store: Path, device: str) -> None:
+        """Wait until all ranks have joined. store: a file that they share, so that no port has to be agreed on.
+
+        Raises RuntimeError if a rank does not join within `TIMEOUT_S`.
+        """
+        self.shard = shard
+        if sys.platform == "linux":
+            # All ranks are on one machine, whose host name need not have an address.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._is_cuda = torch.device(device).type == "cuda"
+        dist.init_process_group(
+            "nccl" if self._is_cuda else "gloo",
+            init_method=store.absolute().as_uri(),
+            rank=shard.rank,
+            world_size=shard.count,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        dist.barrier()  # Until here ranks may still read the file.
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """See `engine.models.sharding.Group`."""
+        if self._is_cuda or self.shard.count == 2:
+            dist.all_reduce(tensor)
+            return tensor
+        # gloo's all-reduce of more ranks adds each part of a tensor in another order.
+        parts = [torch.empty_like(tensor) for _ in range(self.shard.count)]
+        dist.all_gather(parts, tensor.contiguous())
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `engine.models.sharding.Group`."""
+        is_first = self.shard.rank == 0
+        parts = [torch.empty_like(tensor) for _ in range(self.shard.count)] if is_first else []
+        dist.gather(tensor.contiguous(), parts or None)
+        return parts
+
+    def close(self) -> None:
+        """Leave the group. Ranks that wait for this one get a RuntimeError."""
+        dist.destroy_process_group()
 
 
 class Ranks:

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import torch
 
-from engine.executor.ranks.leader import Ranks
-from engine.executor.ranks.messages import RankSettings
+from engine.executor.ranks.leader import Ranks, RankSettings
 from engine.executor.ranks.worker import run_rank
-from engine.models.division import Shard, check_division
 from engine.models.loader import load_config, refuse_unsupported
 from engine.models.packed import pack
-from engine.models.sharding import ShardedDecoder, load_shard
+from engine.models.sharding import Shard, ShardedDecoder, check_division, load_shard
 from ssd.errors import UserError
 
 

@@ -10,13 +10,12 @@ from torch import Tensor
 from engine.attention.backend import make_attention, make_ops
 from engine.attention.base import Attention, StepShape
 from engine.executor.batch import Batch
-from engine.executor.ranks.leader import Ranks
-from engine.executor.ranks.messages import Cache, Move, Step
+from engine.executor.ranks.leader import Cache, Move, Ranks, Step
 from engine.executor.runner import FixedForward, Runner
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.layers import Ops
 from engine.models.lora.pool import AdapterPool
-from engine.models.ops import Ops
 from engine.models.sharding import ShardedDecoder
 
 

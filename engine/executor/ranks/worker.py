@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
-from engine.executor.ranks.messages import Cache, Joining, Loaded, LoadFailed, Move, RankSettings, Step, Stop
+from engine.executor.ranks.leader import Cache, Joining, Loaded, LoadFailed, Move, RankSettings, Step, Stop
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run_rank(connection: Connection, settings: RankSettings) -> None:
 def _serve(connection: Connection, settings: RankSettings) -> None:
     import torch
 
-    from engine.executor.ranks.group import RankGroup
+    from engine.executor.ranks.leader import RankGroup
     from engine.models.loader import load_config
     from engine.models.packed import pack
     from engine.models.sharding import load_shard

@@ -7,42 +7,48 @@ it, and needs no weights of the target until it is attached.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from engine.models.config import ModelConfig
-from engine.models.heads.eagle import EagleHead
-from engine.models.heads.eagle3 import Eagle3Head
-from engine.models.heads.eagle3_format import eagle3_files, read_eagle3
-from engine.models.heads.eagle_format import eagle_files, read_eagle
+from engine.models.heads.eagle import EagleHead, eagle_files, read_eagle
+from engine.models.heads.eagle3 import Eagle3Head, eagle3_files, read_eagle3
 from engine.models.heads.head import DraftHead
-from engine.models.heads.medusa import MedusaHeads
-from engine.models.heads.medusa_format import medusa_files, read_medusa
-from engine.models.heads.mtp import MtpHead
-from engine.models.heads.mtp_format import mtp_files, read_mtp
+from engine.models.heads.medusa import MedusaHeads, medusa_files, read_medusa
+from engine.models.heads.mtp import MtpHead, mtp_files, read_mtp
 from engine.models.heads.source import Blueprint, HeadFolder
 from engine.models.loader import allocate_weights, shapes, write_tensors
 from ssd.errors import UserError
 
 Head = DraftHead | MedusaHeads
-
-READERS: dict[str, Callable[[HeadFolder, ModelConfig], Blueprint[Any]]] = {
-    "mtp": read_mtp,
-    "eagle": read_eagle,
-    "eagle3": read_eagle3,
-    "medusa": read_medusa,
-}
-"""Readers of published formats by the kind of drafter."""
 MEDUSA_WEIGHTS_FILE = "medusa_lm_head.safetensors"
 
 
+class HeadKind(NamedTuple):
+    """A kind of head with its published format."""
+
+    network: type[nn.Module]
+    read: Callable[[HeadFolder, ModelConfig], Blueprint[Any]]
+    files: Callable[..., tuple[dict[str, Any], Mapping[str, Tensor]]]
+    """Returns the configuration and the tensors of a head for a dtype."""
+
+
+KINDS = {
+    "mtp": HeadKind(MtpHead, read_mtp, mtp_files),
+    "eagle": HeadKind(EagleHead, read_eagle, eagle_files),
+    "eagle3": HeadKind(Eagle3Head, read_eagle3, eagle3_files),
+    "medusa": HeadKind(MedusaHeads, read_medusa, medusa_files),
+}
+"""Kinds of heads by the name of the drafter. To add one, add a module like those of these kinds."""
+
+
 def check_head(kind: str, folder: Path, target: ModelConfig, *, target_folder: Path | None = None) -> None:
-    """Raise UserError unless `folder` has a head of a kind of `READERS` that fits the target.
+    """Raise UserError unless `folder` has a head of a kind of `KINDS` that fits the target.
 
     Reads only headers and the draft vocabulary, so that a wrong folder is refused before the target is loaded.
     target_folder: the target's own folder, which has no head other than an MTP layer.
@@ -80,13 +86,8 @@ def save_head(head: Head, folder: Path, *, dtype: torch.dtype = torch.bfloat16, 
     EAGLE heads and Medusa heads are written in their authors' formats, MTP layers in MiMo's. base_model: name of the
     target, for the reader of config.json.
     """
-    writers: dict[type[nn.Module], Callable[..., Any]] = {
-        MtpHead: mtp_files,
-        EagleHead: eagle_files,
-        Eagle3Head: eagle3_files,
-        MedusaHeads: medusa_files,
-    }
-    fields, views = writers[type(head)](head, dtype)
+    kind = next(kind for kind in KINDS.values() if type(head) is kind.network)
+    fields, views = kind.files(head, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (view.to(dtype) if view.is_floating_point() else view).contiguous() for name, view in views.items()
@@ -101,11 +102,11 @@ def save_head(head: Head, folder: Path, *, dtype: torch.dtype = torch.bfloat16, 
 def _check(
     kind: str, folder: Path, target: ModelConfig, target_folder: Path | None
 ) -> tuple[HeadFolder, Blueprint[Any]]:
-    if kind not in READERS:
-        raise UserError(f"{kind!r} is not a kind of draft head; give one of {', '.join(READERS)}")
+    if kind not in KINDS:
+        raise UserError(f"{kind!r} is not a kind of draft head; give one of {', '.join(KINDS)}")
     if kind != "mtp" and target_folder is not None and folder.exists() and folder.samefile(target_folder):
         raise UserError(f"{folder} is the target's own folder, not one of {kind} weights; give --draft-model another")
     source = HeadFolder(folder)
-    blueprint = READERS[kind](source, target)
+    blueprint = KINDS[kind].read(source, target)
     source.checkpoint.check(shapes(blueprint.views(blueprint.head)), is_redundant=blueprint.is_redundant)
     return source, blueprint

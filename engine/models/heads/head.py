@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.ops import PLAIN, Ops, Rotation
-from engine.models.self_attention import Attend, RMSNorm
+from engine.models.layers import PLAIN, Attend, Ops, RMSNorm, Rotation
 
 
 class HeadOutput(NamedTuple):

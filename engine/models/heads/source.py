@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from engine.models.checkpoint import (
@@ -15,15 +17,15 @@ from engine.models.checkpoint import (
     INDEX_FILE,
     WEIGHTS_FILE,
     Checkpoint,
-    layer_parts,
+    part_views,
     weight_files,
-    weight_rows,
 )
 from engine.models.config import ModelConfig
-from engine.models.decoder import Layer
-from engine.models.families import FAMILIES, config_from_hf
-from engine.models.files import read_json
-from engine.models.quantized.config import read_quantization
+from engine.models.families import FAMILIES, layer_parts
+from engine.models.folders import read_json
+from engine.models.heads.head import DraftHead
+from engine.models.hf_config import config_from_hf, config_to_hf
+from engine.models.quantization import read_quantization
 from ssd.errors import UserError
 
 H = TypeVar("H", bound=nn.Module)
@@ -76,6 +78,11 @@ class HeadFolder:
         if own != kind:
             raise UserError(f"{self.folder} has a head of the kind {own!r}, not {kind!r}; give another folder")
 
+    def refuse_several_layers(self, fields: Mapping[str, Any], wanted: str) -> None:
+        """Raise UserError if `wanted`, such as "an EAGLE head", has several decoder layers."""
+        if self.number(fields, "num_hidden_layers", 1) != 1:
+            raise UserError(f"{self.folder} has {wanted} of several layers; give a head of one layer")
+
     def layer_fields(self) -> Mapping[str, Any]:
         """Return the part of the configuration that describes decoder layers; the speculators library nests it."""
         fields = self.fields.get("transformer_layer_config", self.fields)
@@ -100,12 +107,11 @@ class HeadFolder:
         fields: a configuration like that of a model. block: prefix of the first layer's tensors. Layers have the biases
         and the norms of queries and keys that are among these tensors, because configurations of heads often name
         neither. Positions are limited by the target alone. may_have_latents: whether this kind of head may have latent
-        attention. Raises UserError for layers that this engine does not
-        support.
+        attention. Raises UserError for layers that this engine does not support.
         """
         path = self.folder / CONFIG_FILE
         architecture = _architecture(fields)
-        if architecture in FAMILIES and FAMILIES[architecture].has_latents and not may_have_latents:
+        if architecture in FAMILIES and FAMILIES[architecture].latent and not may_have_latents:
             raise UserError(f"{path} describes a head with latent attention, which this engine does not support")
         try:
             config = config_from_hf({**fields, "architectures": [architecture]})
@@ -135,17 +141,26 @@ class Blueprint(Generic[H]):
     """Called with the head when the weights were read."""
 
 
-def layer_views(layer: Layer, config: ModelConfig, prefix: str) -> Views:
-    """Return the weights of a decoder layer by their names in checkpoints."""
+def head_views(head: DraftHead, block: str, names: Mapping[str, str] = MappingProxyType({})) -> Views:
+    """Return the weights of a head by their names in a checkpoint.
+
+    block: prefix of the tensors of its decoder layer. names: names of its other modules, where they differ from those
+    of the attributes.
+    """
     views: Views = {}
-    for name, parameter in layer.named_parameters():
-        if name == "hidden_norm.weight":  # of the first layer of EAGLE-3
-            views[prefix + name] = parameter.detach()
-            continue
-        parts = layer_parts(name, config)
-        rows = weight_rows(parameter).split([rows for _, rows in parts])
-        views.update((prefix + part, view) for (part, _), view in zip(parts, rows, strict=True))
+    for name, parameter in head.named_parameters():
+        module, _, kind = name.rpartition(".")
+        if name.startswith("layer."):
+            parts = layer_parts(name.removeprefix("layer."), head.config)
+            views |= {block + part: view for part, view in part_views(parameter, parts).items()}
+        else:
+            views[f"{names.get(module, module)}.{kind}"] = parameter.detach()
     return views
+
+
+def config_fields(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of a `config.json` that describe the decoder layer of a head."""
+    return config_to_hf(replace(config, tie_embeddings=False), str(dtype).removeprefix("torch."))
 
 
 def _architecture(fields: Mapping[str, Any]) -> str:

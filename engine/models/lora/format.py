@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.models.checkpoint import Checkpoint, checkpoint_parts
+from engine.models.checkpoint import Checkpoint
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.files import read_json
+from engine.models.families import checkpoint_parts
+from engine.models.folders import read_json
 from engine.models.loader import on_meta_device
 from ssd.errors import UserError
 
@@ -97,10 +98,7 @@ class Adapter:
         remembered outputs belong to the previous files.
         """
         checkpoint, modules = _check_modules(self.folder, self.places)
-        targets: dict[str, Tensor] = {}
-        for module, (place, rank, _) in modules.items():
-            targets[_weight_name(module, "A")] = torch.empty(rank, place.inputs)
-            targets[_weight_name(module, "B")] = torch.empty(place.rows, rank)
+        targets = {name: torch.empty(shape) for name, shape in _shapes(modules).items()}
         checkpoint.copy_into(targets)
         if (modules, _digest(self.folder)) != (self.modules, self.digest):
             raise UserError(f"{self.folder} has changed since the engine started; restart the engine to use it")
@@ -123,7 +121,10 @@ def check_adapters(folders: Mapping[str, Path], config: ModelConfig) -> dict[str
     adapters = {}
     for name, folder in folders.items():
         try:
-            adapters[name] = _check(name, folder, places)
+            if not folder.is_dir():
+                raise UserError(f"there is no folder {folder}; give one that PEFT's save_pretrained wrote")
+            modules = _check_modules(folder, places)[1]
+            adapters[name] = Adapter(name, folder, modules, places, _digest(folder))
         except UserError as problem:
             raise UserError(f"--lora {name}: {problem}") from None
     return adapters
@@ -142,20 +143,14 @@ def adapter_places(decoder: Decoder) -> dict[str, Place]:
     return places
 
 
-def _check(name: str, folder: Path, places: Mapping[str, Place]) -> Adapter:
-    if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}; give one that PEFT's save_pretrained wrote")
-    _, modules = _check_modules(folder, places)
-    return Adapter(name, folder, modules, places, _digest(folder))
-
-
 def _check_modules(folder: Path, places: Mapping[str, Place]) -> tuple[Checkpoint, dict[str, AdapterModule]]:
     """Return the checked weights of a folder, which are not read, and the modules that they change."""
-    if not (folder / ADAPTER_CONFIG).exists():
-        raise UserError(f"{folder} has no {ADAPTER_CONFIG}; save the adapter with save_pretrained of PEFT")
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).exists():
+            raise UserError(f"{folder} has no {name}; save the adapter with save_pretrained of PEFT")
     fields = read_json(folder / ADAPTER_CONFIG)
     _check_config(fields)
-    checkpoint = _checkpoint(folder)
+    checkpoint = Checkpoint(folder, [folder / ADAPTER_WEIGHTS], config_file=ADAPTER_CONFIG)
     modules = {}
     for module in sorted(_modules(checkpoint, places)):
         rank = _by_pattern(fields, "r", "rank_pattern", module)
@@ -166,11 +161,7 @@ def _check_modules(folder: Path, places: Mapping[str, Place]) -> tuple[Checkpoin
             raise UserError(f"{ADAPTER_CONFIG} has an invalid lora_alpha, {alpha!r}; download or copy it again")
         scale = alpha / (sqrt(rank) if fields.get("use_rslora") else rank)
         modules[module] = AdapterModule(places[module], rank, scale)
-    shapes = {}
-    for module, (place, rank, _) in modules.items():
-        shapes[_weight_name(module, "A")] = (rank, place.inputs)
-        shapes[_weight_name(module, "B")] = (place.rows, rank)
-    checkpoint.check(shapes, is_redundant=lambda _: False)
+    checkpoint.check(_shapes(modules), is_redundant=lambda _: False)
     return checkpoint, modules
 
 
@@ -212,15 +203,17 @@ def _by_pattern(fields: Mapping[str, Any], name: str, pattern_name: str, module:
     return fields.get(name)
 
 
+def _shapes(modules: Mapping[str, AdapterModule]) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the weights of modules by their names."""
+    shapes = {}
+    for module, (place, rank, _) in modules.items():
+        shapes[_weight_name(module, "A")] = (rank, place.inputs)
+        shapes[_weight_name(module, "B")] = (place.rows, rank)
+    return shapes
+
+
 def _weight_name(module: str, matrix: str) -> str:
     return f"{PREFIX}{module}.lora_{matrix}.weight"
-
-
-def _checkpoint(folder: Path) -> Checkpoint:
-    path = folder / ADAPTER_WEIGHTS
-    if not path.exists():
-        raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained of PEFT")
-    return Checkpoint(folder, [path], config_file=ADAPTER_CONFIG)
 
 
 def _digest(folder: Path) -> str:

@@ -2,11 +2,10 @@
 
 import shutil
 
-import httpx
 import pytest
 
 from engine.models.shipped import SHIPPED_MODEL
-from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+from tests.engine.api.serving import MODEL, serving
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -31,8 +30,7 @@ def server(folder):
 
 @pytest.fixture
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-        yield http
+    return server.http
 
 
 @pytest.fixture(scope="session")

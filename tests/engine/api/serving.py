@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+
+import httpx
 
 from engine.models.shipped import SHIPPED_MODEL
 
@@ -32,9 +35,25 @@ def metric(http, name):
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
+PROMPTS = {"completions": {"prompt": "x"}, "chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
+
+
+def refusal(http, route, **fields):
+    """Return the error of a request that is refused in one line. Fields may have values that JSON does not allow."""
+    body = json.dumps({"model": MODEL} | PROMPTS[route] | fields)
+    answer = http.post(f"/v1/{route}", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert "\n" not in error["message"]
+    return error
+
+
 @contextmanager
 def serving(*arguments, model=SHIPPED_MODEL):
-    """Run `ssd-engine serve` on a free port, in its own process group; yields an object with `url` and `process`."""
+    """Run `ssd-engine serve` on a free port, in its own process group; yields its `url` and `process`, and
+    a client `http`."""
     command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(model), "--port", "0"]
     machine = ("--device", "cpu", "--threads", "1")
     process = subprocess.Popen(
@@ -46,7 +65,9 @@ def serving(*arguments, model=SHIPPED_MODEL):
             line = process.stdout.readline()
             assert line, process.stderr.read()
             printed += line
-        yield SimpleNamespace(url=re.search(r"http://\S+", printed)[0], process=process)
+        url = re.search(r"http://\S+", printed)[0]
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+            yield SimpleNamespace(url=url, process=process, http=http)
     finally:
         process.terminate()
         process.communicate(timeout=TIMEOUT_S)

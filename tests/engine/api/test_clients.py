@@ -53,37 +53,6 @@ def test_chats_of_common_clients_work(http, body):
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # not used by the chat template
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"store": True}, "store"),
-        ({"prediction": {"type": "tokens", "content": "x"}}, "prediction.type"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"messages": [{"role": "user"}]}, "messages.0"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages"),
-        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
-        ({"stop_token_ids": [1_000_000]}, "stop_token_ids"),
-        ({"stop": [""]}, "stop"),
-        ({"stream_options": {}}, "stream_options"),
-    ],
-)
-def test_unsupported_values_are_refused_with_their_name(http, given, param):
-    messages = [{"role": "user", "content": "x"}]
-    answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 3} | given)
-    assert answer.status_code == 400, answer.text
-    assert (answer.json()["error"]["param"] or "").startswith(param), answer.text
-
-
-def test_a_too_long_prompt_has_openais_error_code(http):
-    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x " * 5000})
-    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("prompt", "context_length_exceeded")
-
-
 def test_the_official_client_reads_errors(http):
     with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as caught:

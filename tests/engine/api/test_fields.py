@@ -1,19 +1,25 @@
 """Every field of OpenAI's and vLLM's request bodies is supported, or refused with a reason, or documented as unused."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
+import numpy as np
 import pytest
 from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from engine.api.endpoints import tool_format
+from engine.api.errors import ApiError
+from engine.api.fields import UNSUPPORTED, UNSUPPORTED_PARTS
 from engine.api.schemas import ChatRequest, CompletionRequest, ContentPart, Message, StreamOptions
-from engine.api.unsupported import UNSUPPORTED, UNSUPPORTED_PARTS
+from engine.api.service import Service
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from tests.engine.api.serving import MODEL
+from tests.engine.api.serving import MODEL, eventually
 
 DOCS = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
 UNUSED = {"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -119,28 +125,6 @@ def test_values_that_ask_for_what_the_server_does_are_accepted(http, request_typ
 
 
 @pytest.mark.parametrize("request_type", ROUTES)
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
-        ({"colour": 1}, "colour", "unknown_parameter"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", None),
-        ({"store": True}, "store", None),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
-    ],
-)
-def test_other_fields_are_refused_by_name(http, request_type, fields, param, code):
-    error = http.post(ROUTES[request_type], json=body_of(request_type, **fields)).json()["error"]
-    assert (error["param"], error["code"]) == (param, code)
-
-
-@pytest.mark.parametrize("field", sorted(REFUSED_PARTS["message"]))
-def test_unknown_fields_of_messages_are_refused(http, field):
-    message = {"role": "assistant", "content": "x", field: {"id": "1"}}
-    error = http.post(ROUTES[ChatRequest], json=body_of(ChatRequest, messages=[message])).json()["error"]
-    assert (error["param"], error["code"]) == (f"messages.0.{field}", "unknown_parameter")
-
-
-@pytest.mark.parametrize("request_type", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_are_returned_on_request(http, request_type, stream):
     body = body_of(request_type, return_token_ids=True, max_tokens=9, temperature=0, stream=stream, stop="\n\n\n")
@@ -178,33 +162,6 @@ def test_settings_of_the_prompt_take_effect_as_fields_and_as_arguments_of_the_te
         assert prompt_ids(http, **given) == prompt_ids(http, chat_template_kwargs=given) == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
-        (
-            {"add_generation_prompt": True, "chat_template_kwargs": {"add_generation_prompt": False}},
-            "add_generation_prompt",
-        ),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"add_generation_prompt": "no"}}, "add_generation_prompt"),
-        ({"chat_template_kwargs": ["tools"]}, "chat_template_kwargs"),
-        ({"documents": [{"text": "x"}]}, "documents"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
-        ({"echo": True}, "echo"),
-        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-    ],
-)
-def test_settings_of_the_prompt_that_have_no_effect_are_refused(http, fields, param):
-    answer = http.post(ROUTES[ChatRequest], json={"model": MODEL, "messages": MESSAGES} | fields)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-
-
 def test_requests_of_another_salt_share_no_pages(http):
     def cached(**fields):
         body = {"model": MODEL, "prompt": [7] * 64 + [9] * 8, "max_tokens": 1} | fields
@@ -215,3 +172,83 @@ def test_requests_of_another_salt_share_no_pages(http):
     assert cached(cache_salt="a") == 0
     assert cached(cache_salt="a") > 0
     assert cached(cache_salt="a", user="b") == 0
+
+
+@pytest.mark.parametrize("verification", ["exact", "rejection", None])
+def test_a_request_chooses_its_verification(verification):
+    service = SimpleNamespace(served=SimpleNamespace(defaults={}, adapters=(), answers_repeats=False))
+    body = CompletionRequest(model=MODEL, prompt="x", verification=verification, n=2)
+    requests = Service.requests(service, body, np.array([5], np.uint32), max_tokens=3)
+    assert [request.sampling.verification for request in requests] == [verification] * 2
+
+
+def test_tools_need_a_known_format_of_calls():
+    chat = SimpleNamespace(takes_tools=True)
+    service = SimpleNamespace(served=SimpleNamespace(chat=chat, tool_format=None))
+    with pytest.raises(ApiError, match=r"start the server with --tool-call-parser hermes\|") as refused:
+        tool_format(service)
+    assert (refused.value.status, refused.value.param) == (400, "tools")
+
+
+@pytest.mark.parametrize(("given", "drafters"), [(None, None), ("none", set()), ("ssd", {"ssd"}), ("a+b", {"a", "b"})])
+def test_a_request_chooses_its_drafters(given, drafters):
+    service = SimpleNamespace(served=SimpleNamespace(defaults={}, adapters=(), answers_repeats=False))
+    body = ChatRequest(model=MODEL, messages=[{"role": "user", "content": "x"}], drafter=given, max_draft=3, n=2)
+    requests = Service.requests(service, body, np.array([5], np.uint32), max_tokens=3)
+    assert [(request.drafters, request.max_draft) for request in requests] == [(drafters, 3)] * 2
+
+
+PROMPTS = {
+    "completions": {"prompt": "def chosen(items):"},
+    "chat/completions": {"messages": [{"role": "user", "content": "def chosen(items):"}]},
+}
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+def test_drafters_are_chosen_over_http_and_reported_by_source(http, route):
+    def complete(**more):
+        payload = {"model": MODEL, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        answer = http.post(f"/v1/{route}", json=payload | PROMPTS[route] | more).json()
+        [choice] = answer["choices"]
+        return choice.get("text") or choice["message"]["content"], answer["usage"]["draft"]
+
+    # While drafting is not worthwhile, as on a busy machine, little is drafted.
+    text, draft = eventually(lambda: answer if (answer := complete())[1]["drafted_tokens"] else None)
+    for figure in ("drafted_tokens", "accepted_tokens"):
+        assert sum(counts[figure] for counts in draft["by_source"].values()) == draft[figure]
+    short_drafts = {"drafter": "ssd", "max_draft": 1}
+    chosen, short = eventually(lambda: answer if (answer := complete(**short_drafts))[1]["accepted_tokens"] else None)
+    assert chosen == text
+    assert 0 < short["accepted_tokens"] <= short["drafted_tokens"] <= short["steps"]
+    without, plain = complete(drafter="none")
+    assert without == text
+    assert plain == {"steps": 40, "drafted_tokens": 0, "accepted_tokens": 0, "tokens_per_step": 1, "by_source": {}}
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+def test_a_predicted_output_does_not_change_the_output(http, route):
+    def complete(**more):
+        payload = {"model": MODEL, "max_tokens": 40, "temperature": 1, "seed": 7, "ignore_eos": True, "learn": False}
+        answer = http.post(f"/v1/{route}", json=payload | PROMPTS[route] | more).json()
+        [choice] = answer["choices"]
+        return choice.get("text") or choice["message"]["content"]
+
+    text = complete()
+    for content in (text, "another text", [{"type": "text", "text": text}]):
+        assert complete(prediction={"type": "content", "content": content}) == text
+
+
+def test_a_predicted_output_becomes_hints():
+    def encode(text):
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+
+    service = SimpleNamespace(
+        served=SimpleNamespace(
+            defaults={}, adapters=(), answers_repeats=False, tokenizer=SimpleNamespace(encode=encode)
+        )
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = CompletionRequest(model=MODEL, prompt="x", prediction={"type": "content", "content": parts}, n=2)
+    hints = asyncio.run(Service.hints(service, body))
+    requests = Service.requests(service, body, np.array([5], np.uint32), 3, hints)
+    assert [request.hints.tolist() for request in requests] == [[97, 98]] * 2

@@ -1,4 +1,4 @@
-"""Log-probabilities in responses: names and bytes of tokens, alternatives, and texts that are scored."""
+"""Log-probabilities and usage in responses: names and bytes of tokens, alternatives, and texts that are scored."""
 
 from itertools import pairwise
 
@@ -7,11 +7,13 @@ import openai
 import pytest
 import torch
 
-from engine.api.logprobs import TokenNames, completion_logprobs, prompt_offsets
+from engine.api.responses import TokenNames, completion_logprobs, prompt_offsets, usage
+from engine.drafters.sources import DraftCounts
 from engine.models.loader import load_model
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.logprobs import Logprobs
+from engine.scheduling.request import Completion, FinishReason
 from tests.engine.api.serving import MODEL
 from tests.engine.forward import prompt_logits
 from tests.strategies import array
@@ -153,3 +155,26 @@ def test_the_whole_context_window_can_be_scored(http, complete):
     too_long = {"model": MODEL, "prompt": [5] * (window + 1), "echo": True, "max_tokens": 0}
     error = http.post("/v1/completions", json=too_long).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+def completion(tokens, cached, **by_source):
+    return Completion(
+        np.zeros(tokens, np.uint32), FinishReason.LENGTH, 2, 3, 1, cached_tokens=cached,
+        by_source={name: DraftCounts(*counts) for name, counts in by_source.items()}, predicted=DraftCounts(2, 1),
+    )  # fmt: skip
+
+
+def test_usage_counts_each_prompt_once_and_no_pages_cached_by_its_own_outputs():
+    # In the order in which they ended.
+    one, two = {"corpus": (3, 1)}, {"mtp": (2, 1), "corpus": (1, 0)}
+    ended = {3: completion(4, 48, **one), 0: completion(1, 16, **two), 1: completion(2, 80), 2: completion(3, 32)}
+    result = usage([100, 60], ended)
+    assert (result["prompt_tokens"], result["completion_tokens"], result["total_tokens"]) == (160, 10, 170)
+    assert result["prompt_tokens_details"] == {"cached_tokens": 16 + 32}
+    assert result["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 4}
+    by_source = result["draft"].pop("by_source")
+    assert result["draft"] == {"steps": 8, "drafted_tokens": 12, "accepted_tokens": 4, "tokens_per_step": 1.25}
+    assert by_source == {
+        "corpus": {"drafted_tokens": 4, "accepted_tokens": 1},
+        "mtp": {"drafted_tokens": 2, "accepted_tokens": 1},
+    }

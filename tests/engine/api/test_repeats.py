@@ -6,7 +6,6 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 
-import httpx
 import numpy as np
 import pytest
 
@@ -33,7 +32,8 @@ def http(folder, tmp_path_factory):
     adapter = tmp_path_factory.mktemp("adapters") / "a"
     write_adapter(adapter, SHIPPED_MODEL, seed=0)
     options = ("--answer-repeats", "--allow-weight-updates", f"--lora=a={adapter}")
-    with serving(*options, model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+    with serving(*options, model=folder) as server:
+        http = server.http
         yield http
 
 
@@ -140,12 +140,12 @@ def test_new_weights_answer_themselves(http):
 
 def test_repeats_run_unless_they_are_enabled(server):
     body = BODY | {"user": "twice"}
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-        before = metric(http, "ssd:corpus_tokens")
-        ask(http, body)
-        eventually(lambda: metric(http, "ssd:corpus_tokens") > before)
-        assert ask(http, body)["usage"]["repeated_tokens"] == 0
-        assert metric(http, "ssd:repeated_requests_total") == 0
+    http = server.http
+    before = metric(http, "ssd:corpus_tokens")
+    ask(http, body)
+    eventually(lambda: metric(http, "ssd:corpus_tokens") > before)
+    assert ask(http, body)["usage"]["repeated_tokens"] == 0
+    assert metric(http, "ssd:repeated_requests_total") == 0
 
 
 def test_a_drafter_without_a_corpus_in_the_process_is_refused():

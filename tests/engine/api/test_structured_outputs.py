@@ -83,7 +83,7 @@ def test_free_text_may_be_asked_for(http):
     )
 
 
-REGEX, JSON = "structured_outputs.regex", "response_format.json_schema"
+JSON = "response_format.json_schema"
 
 
 def schema_of(definition):
@@ -101,45 +101,6 @@ def test_drafts_do_not_change_outputs_and_forced_tokens_are_reported(http, draft
     assert (forced is None) == (drafter == "none")
     if forced is not None:
         assert forced["accepted_tokens"] > 20
-
-
-@pytest.mark.parametrize(
-    ("fields", "message", "param"),
-    [
-        (schema_of({"type": "objec"}), "Invalid type: objec", JSON),
-        (schema_of({"not": {}}), 'Unimplemented keys: ["not"]', JSON),
-        (schema_of({"$ref": "https://localhost/x"}), "it cannot be used", JSON),
-        (schema_of({"multipleOf": 10**400}), "number out of range", JSON),
-        (schema_of({"$ref": "#/anyOf/" + "9" * 5000}), "Pointer '/anyOf/9999", JSON),
-        ({"structured_outputs": {"regex": "("}}, "unclosed group", REGEX),
-        ({"structured_outputs": {"regex": "\ud800"}}, "it cannot be used", REGEX),
-        ({"structured_outputs": {"regex": r"[^\s\S]"}}, f"{REGEX}: no token can continue", REGEX),
-        ({"structured_outputs": {"regex": "a" * 140_000}}, "140,000 characters; at most 131,072", REGEX),
-        (schema_of({"multipleOf": 123456789}), "0.2 s of processor time, 256 MiB of memory", JSON),
-        ({"structured_outputs": {"regex": r"\w*" * 5_000}}, "0.2 s of processor time, 256 MiB of memory", REGEX),
-        (schema_of({"enum": ["a" * 140_000]}), "characters; at most 131,072", JSON),
-        ({"stop": ""}, "stop must not contain an empty string", "stop"),
-        ({"structured_outputs": {"choice": []}}, "at least 1 item", "structured_outputs.choice"),
-        ({"structured_outputs": {}}, "either regex or choice", "structured_outputs"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "either regex or choice", "structured_outputs"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": JSON_SCHEMA}, "send one", "structured_outputs"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema", "response_format"),
-        ({"response_format": {"type": "xml"}}, "supports only", "response_format.type"),
-        ({"response_format": JSON_SCHEMA, "ignore_eos": True}, "cannot be combined with json_schema", "ignore_eos"),
-        ({"response_format": JSON_SCHEMA, "min_tokens": 2}, "cannot be combined with json_schema", "min_tokens"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_used_is_refused_in_one_line(http, fields, message, param):
-    answer = http.post(
-        "/v1/completions",
-        content=json.dumps({"model": MODEL, "prompt": "x"} | fields),
-        headers={"Content-Type": "application/json"},
-    )
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert message in error["message"]
-    assert "\n" not in error["message"]
-    assert error["param"] == param
 
 
 OBJECTS = [{"properties": {f"{n}": {"const": value} for n in range(60)}} for value in range(12)]

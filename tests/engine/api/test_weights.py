@@ -3,13 +3,12 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.shipped import SHIPPED_MODEL
-from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
+from tests.engine.api.serving import MODEL, eventually, serving
 
 FILE = "model.safetensors"
 SHORT = {"model": MODEL, "prompt": "def quicksort(items):", "max_tokens": 32, "temperature": 0}
@@ -31,10 +30,8 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def http():
-    with (
-        serving("--allow-weight-updates", "--draft-shape", "path") as server,
-        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
-    ):
+    with serving("--allow-weight-updates", "--draft-shape", "path") as server:
+        http = server.http
         yield http
 
 
@@ -121,8 +118,8 @@ def test_requests_that_run_finish_or_start_again(http, folders, texts, running):
 
 
 def test_a_server_without_the_flag_refuses(server, folders):
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-        answer = update(http, folders / "new")
+    http = server.http
+    answer = update(http, folders / "new")
     assert answer.status_code == 403
     assert answer.json()["error"]["type"] == "permission_error"
     assert "--allow-weight-updates" in answer.json()["error"]["message"]

@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.base import RaggedRows, StepShape
-from engine.attention.cache import PagedCache
-from engine.attention.calls import KernelConfig
-from engine.attention.chunks import Chunks, workspaces
-from engine.attention.flashinfer_fixed import FlashInferFixed, requests_of
-from engine.attention.plain_fixed import PlainFixed
+from engine.attention.calls import Chunks, KernelConfig, PagedCache, workspaces
+from engine.attention.flashinfer import FlashInferFixed, requests_of
+from engine.attention.plain import PlainFixed
 from engine.models.config import ModelConfig
 from ssd.errors import UserError
 from tests.engine import flashinfer_fa2 as fa2

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.flashinfer import FlashInferAttention, FusedOps
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.engine import build_engine
 from engine.executor.runner import Runner
 from engine.models.config import ModelConfig
-from engine.models.fused import FusedOps
+from engine.models.layers import PLAIN
 from engine.models.loader import load_model
-from engine.models.ops import PLAIN
 from engine.speculation.draft_tree import DraftTree
 from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter

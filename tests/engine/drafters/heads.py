@@ -12,8 +12,8 @@ from engine.models.decoder import Decoder
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.eagle3 import Eagle3Head, Eagle3Style
 from engine.models.heads.medusa import MedusaHeads
-from engine.models.heads.mtp import MtpHead, MtpStyle
-from engine.models.ops import PLAIN
+from engine.models.heads.mtp import MtpHead
+from engine.models.layers import PLAIN
 from tests.engine.drafters.toy import attend_densely
 
 
@@ -27,9 +27,7 @@ def random_weights(module, scale=0.2):
 
 
 def mtp(target):
-    return MtpHead(
-        replace(target.config, num_layers=1, experts=None), target.config.num_layers, MtpStyle(zeroes_first=True)
-    )
+    return MtpHead(replace(target.config, num_layers=1, experts=None), target.config.num_layers)
 
 
 def eagle(target):

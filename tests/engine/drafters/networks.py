@@ -15,7 +15,7 @@ from engine.drafters.medusa import MedusaDrafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.models.heads.medusa import MedusaHeads
-from engine.models.ops import PLAIN
+from engine.models.layers import PLAIN
 from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
-from engine.models.heads import eagle3_format
+from engine.models.heads import eagle3
 from engine.models.loader import load_model
 from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
@@ -52,9 +52,9 @@ def without_faults(target, requests):
 
 def next_token(monkeypatch):
     """Planted fault: each row of the draft vocabulary belongs to the token after its own."""
-    read = eagle3_format.read_draft_ids
+    read = eagle3.read_draft_ids
     monkeypatch.setattr(
-        eagle3_format,
+        eagle3,
         "read_draft_ids",
         lambda source, target, size: (read(source, target, size) + 1) % target.vocab_size,
     )
@@ -62,13 +62,13 @@ def next_token(monkeypatch):
 
 def offsets_as_tokens(monkeypatch):
     """Planted fault: `d2t` is read as tokens instead of offsets."""
-    read = eagle3_format.read_draft_ids
+    read = eagle3.read_draft_ids
 
     def without_rows(source, target, size):
         tokens = read(source, target, size)
         return tokens - torch.arange(len(tokens))
 
-    monkeypatch.setattr(eagle3_format, "read_draft_ids", without_rows)
+    monkeypatch.setattr(eagle3, "read_draft_ids", without_rows)
 
 
 @pytest.mark.parametrize(

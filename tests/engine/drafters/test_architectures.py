@@ -13,13 +13,12 @@ from engine.drafters.registry import KINDS, build_drafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.models.loader import load_model
-from engine.models.packed import pack
-from engine.models.quantized.linear import quantize_int8
+from engine.models.packed import pack, quantize_int8
 from ssd.baselines.none import NoDrafter
 from tests.engine.conftest import make_folder
 from tests.engine.drafters.heads import make_head
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
-from tests.engine.models.quantized.formats import FORMATS, quantize_folder
+from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK
 from tests.engine.test_core import outputs, requests
 

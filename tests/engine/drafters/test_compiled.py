@@ -16,9 +16,8 @@ from engine.drafters.compiled.matrices import COLUMNS, blocks_of, multiply
 from engine.drafters.compiled.network import compile_head
 from engine.drafters.compiled.paths import choose
 from engine.engine import build_engine
-from engine.models.packed import pack
-from engine.models.quantized.linear import quantize_int8
-from engine.sampling.candidates import choose_tokens
+from engine.models.packed import pack, quantize_int8
+from engine.sampling.draft_sampler import choose_tokens
 from ssd.baselines.none import NoDrafter
 from tests.curves import line
 from tests.engine.drafters.heads import HEADS, make_head, naive_logits

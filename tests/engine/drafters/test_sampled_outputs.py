@@ -14,17 +14,16 @@ from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
 from engine.engine import build_engine
-from engine.models.families import config_to_hf
 from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
+from engine.models.hf_config import config_to_hf
+from engine.models.layers import PLAIN
 from engine.models.loader import load_model, save_model
-from engine.models.ops import PLAIN
 from engine.sampling import draft_sampler
-from engine.sampling.candidates import NONE
-from engine.sampling.draft_sampler import DraftSampler
+from engine.sampling.draft_sampler import NONE, DraftSampler
 from engine.speculation import verify
 from engine.training.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
-from engine.training.windows import Windows
+from engine.training.objectives import Windows
 from ssd.config import DrafterConfig
 from tests import naive
 from tests.engine.drafters.snapshots import saved_snapshot

@@ -16,8 +16,7 @@ from engine.drafters.base import Drafter, DraftLayers, TargetOutputs
 from engine.drafters.draft_forward import DraftSpan
 from engine.drafters.drafts import DETERMINISTIC, Drafts
 from engine.models.decoder import Layer
-from engine.models.ops import PLAIN
-from engine.models.self_attention import RMSNorm
+from engine.models.layers import PLAIN, RMSNorm
 from engine.sampling.draft_sampler import DraftSampler
 from ssd.types import ROOT, DraftBatch, offsets_of
 

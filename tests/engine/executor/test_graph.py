@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.attention.base import StepShape
-from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.flashinfer import FlashInferAttention, FusedOps
 from engine.attention.plain import PlainAttention
 from engine.executor.device_state import DeviceState
 from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, Kind
@@ -18,9 +18,8 @@ from engine.executor.shapes import StepGrid, doubled
 from engine.executor.transfer import CopyStream
 from engine.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.fused import FusedOps
+from engine.models.layers import PLAIN
 from engine.models.loader import load_model
-from engine.models.ops import PLAIN
 from engine.scheduling.request import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.flashinfer_twin import TWIN
@@ -42,8 +41,7 @@ def runner_of(model, backend, monkeypatch):
     if weights.is_cuda:
         pytest.importorskip("flashinfer")
     else:
-        for module in ("engine.attention.flashinfer", "engine.models.fused"):
-            monkeypatch.setattr(f"{module}.flashinfer", lambda: TWIN)
+        monkeypatch.setattr("engine.attention.flashinfer.flashinfer", lambda: TWIN)
         monkeypatch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1)
     return Runner(model, FlashInferAttention(*settings), settings[-1], FusedOps())
 

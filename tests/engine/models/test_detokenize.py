@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.models.detokenize import Detokenizer
-from engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer import Detokenizer, Tokenizer
 from tests.strategies import array
 
 BYTE_CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())

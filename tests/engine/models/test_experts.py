@@ -7,10 +7,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from engine.models.config import ExpertsConfig
 from engine.models.experts import Experts, MixtureOfExperts, Routes, group_by_expert, route
+from engine.models.layers import PLAIN
 from engine.models.loader import load_model
-from engine.models.ops import PLAIN
-from engine.models.packed import pack_linears, replace_linears
-from engine.models.quantized.linear import rounded_to_int8
+from engine.models.packed import pack_linears, replace_linears, rounded_to_int8
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 

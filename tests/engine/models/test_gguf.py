@@ -15,9 +15,8 @@ from drafter_service.client.gguf import SPLITTINGS
 from drafter_service.client.identity import model_identity, vocabulary_fingerprint
 from drafter_service.plugins.settings import identity_of
 from engine.commands.prompts import read_texts
-from engine.models.draft_model import check_draft_model
 from engine.models.gguf_model import GgufTensors
-from engine.models.loader import load_config, load_model
+from engine.models.loader import check_draft_model, load_config, load_model
 from engine.models.rope import Llama3, Rope
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
@@ -89,7 +88,7 @@ def test_super_blocks_are_dequantized_and_reordered(tmp_path, kind, size):
     writer.add_head_count(4)
     writer.add_tensor("blk.0.attn_q.weight", rows, raw_dtype=GGMLQuantizationType[kind])
     close(writer)
-    found = GgufTensors(tmp_path / "model.gguf").get_tensor("model.layers.0.self_attn.q_proj.weight").numpy()
+    found = GgufTensors(tmp_path / "model.gguf").read("model.layers.0.self_attn.q_proj.weight").numpy()
     stored = dequantize(rows, GGMLQuantizationType[kind])
     assert np.array_equal(in_rotary_order("q_proj", found, 16), stored)
 
@@ -106,7 +105,7 @@ def test_part_of_a_weight_is_that_part_of_the_whole(tmp_path, model_folder):
     tensors = GgufTensors(written(model_folder, tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0))
     name = "model.layers.1.self_attn.q_proj.weight"
     index = (slice(8, 40), slice(3, 50))
-    assert torch.equal(tensors.get_slice(name)[index], tensors.get_tensor(name)[index])
+    assert torch.equal(tensors.read(name, index), tensors.read(name)[index])
 
 
 def test_tokens_are_those_of_the_folder(tmp_path, model_folder):

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.models.decoder import Decoder
-from engine.models.families import config_from_hf
+from engine.models.hf_config import config_from_hf
 from engine.models.rope import rotate
 
 LONG = 131_072

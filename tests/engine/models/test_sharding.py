@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.latent import LatentPlainAttention
-from engine.attention.plain import PlainAttention
+from engine.attention.plain import LatentPlainAttention, PlainAttention
 from engine.executor.runner import Runner
-from engine.models.division import Shard, check_division
 from engine.models.loader import load_config, load_model
 from engine.models.packed import pack
-from engine.models.sharding import load_shard, load_vocabulary
+from engine.models.sharding import Shard, check_division, load_shard, load_vocabulary
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.forward import PAGE_SIZE, sequence_of

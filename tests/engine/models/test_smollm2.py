@@ -10,11 +10,10 @@ from engine.commands.compare.workload import make_tasks
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
-from engine.models.chat import ChatPrompts
-from engine.models.hub import SMOLLM2, find_model
+from engine.models.folders import SMOLLM2, find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
-from engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer import ChatPrompts, Tokenizer
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from tests.engine.forward import prompt_logits

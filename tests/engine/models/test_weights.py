@@ -9,23 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.division import Shard
 from engine.models.heads.formats import save_head
 from engine.models.loader import load_model
 from engine.models.lora.format import check_adapters
 from engine.models.lora.pool import AdapterPool
-from engine.models.packed import pack
-from engine.models.quantized.linear import quantize_int8
-from engine.models.sharding import load_shard
+from engine.models.packed import pack, quantize_int8
+from engine.models.sharding import Shard, load_shard
 from engine.models.weights import check_weights, overwrite_weights
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 from tests.engine.drafters.heads import make_head
 from tests.engine.forward import prompt_logits
 from tests.engine.lora_folders import write_adapter
-from tests.engine.models.lora.test_linear import entries, run
-from tests.engine.models.quantized.formats import FORMATS, quantize_folder
+from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK
+from tests.engine.models.test_lora import entries, run
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 40).astype(np.uint32)
 FAMILIES = {

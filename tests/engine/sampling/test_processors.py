@@ -1,14 +1,15 @@
-"""Compare bias, penalties and forbidden end tokens with loops, at every row of a draft."""
+"""Processed logits, ends of outputs and log-probabilities equal those computed token by token."""
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from engine.sampling.logprobs import compute_logprobs, join_logprobs
 from engine.sampling.processors import NOT_NEEDED, Rows, process_logits
-from engine.sampling.stopping import Stopping
+from engine.sampling.stopping import Cut, Stopping
 from engine.sampling.token_counts import TokenCounts
-from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from tests.engine import naive_sampling as naive
 from tests.engine.steps import Entry
@@ -83,3 +84,81 @@ def test_token_counts_ignore_rejected_drafts():
     assert seen.tokens.tolist() == [1, 2, 7]
     assert seen.counts.tolist() == [[0, 0, 2], [0, 0, 3], [1, 0, 3]]
     assert seen.in_prompt.tolist() == [True, True, False]
+
+
+PIECES = ["a", "b", "ab", "ba", "aab", "", "c", "bcb"]
+stops = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def decode(tokens):
+    return "".join(PIECES[token] for token in tokens.tolist())
+
+
+def stopping_of(eos=(), prompt=(1, 2), **settings):
+    return Stopping(Request(array(prompt), SamplingParams(**settings)), eos, decode)
+
+
+@given(st.lists(st.integers(0, 7), max_size=20), stops, st.integers(0, 4), st.data())
+@example([4, 2], ["abc", "b"], 0, None)
+def test_stop_strings_equal_a_loop_over_characters(tokens, stop, min_tokens, data):
+    """Tokens are appended in steps of any size, as accepted drafts are."""
+    text, found, used = naive.stopped([PIECES[token] for token in tokens], stop, min_tokens)
+    stopping = stopping_of(stop=tuple(stop), min_tokens=min_tokens)
+    left, taken, cut = array(tokens), 0, Cut(0)
+    while len(left) and cut.reason is None:
+        size = data.draw(st.integers(1, len(left))) if data else len(left)
+        cut = stopping.cut(left[:size], 1000)
+        taken += cut.length
+        left = left[size:]
+    assert (stopping.text(), cut.stop_reason, taken) == (text, found, used)
+    assert (cut.reason is FinishReason.STOP) == (found is not None)
+
+
+def test_end_tokens_stop_tokens_and_length():
+    tokens = array([3, 5, 6, 7])
+    assert stopping_of(eos=(5,)).cut(tokens, 9) == Cut(2, FinishReason.STOP)
+    assert stopping_of(eos=(5,), ignore_eos=True).cut(tokens, 9) == Cut(4)
+    assert stopping_of(eos=(6,), stop_token_ids=(5,)).cut(tokens, 9) == Cut(2, FinishReason.STOP, 5)
+    assert stopping_of(eos=(5,), stop_token_ids=(5,), ignore_eos=True).cut(tokens, 9) == Cut(2, FinishReason.STOP, 5)
+    assert stopping_of().cut(tokens, 4) == Cut(4, FinishReason.LENGTH)
+    assert stopping_of(stop_token_ids=(7,)).cut(tokens, 4) == Cut(4, FinishReason.STOP, 7)
+
+
+def test_stop_strings_that_begin_in_the_prompt_are_ignored():
+    stopping = stopping_of(prompt=(0, 1), stop=("ab", "bc"))
+    assert stopping.cut(array([6]), 9) == Cut(1)
+    assert stopping.text() == "c"
+
+
+def test_the_text_excludes_the_end_token():
+    stopping = stopping_of(eos=(6,), stop=("zz",))
+    assert stopping.cut(array([0, 6]), 9).reason is FinishReason.STOP
+    assert stopping.text() == "a"
+
+
+def test_end_ids_include_end_tokens_and_stop_tokens():
+    stopping = stopping_of(eos=(6, 1), stop_token_ids=(3,))
+    assert np.array_equal(stopping.end_ids, [1, 3, 6])
+
+
+@given(st.integers(1, 6), st.integers(2, 30), st.integers(0, 40), st.integers(0, 1000))
+def test_logprobs_equal_the_log_softmax(rows, size, count, seed):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (rows, size)).astype(np.float32)
+    tokens = rng.integers(0, size, rows).astype(np.uint32)
+    found = compute_logprobs(torch.from_numpy(logits), tokens, count)
+    for row, token in enumerate(tokens.tolist()):
+        expected = naive.log_softmax(logits[row].tolist())
+        ranking = sorted(range(size), key=lambda other: -expected[other])
+        assert abs(found.tokens[row] - expected[token]) < 1e-4
+        assert found.top_ids[row].tolist() == ranking[:count]
+        np.testing.assert_allclose(found.top[row], [expected[other] for other in ranking[:count]], atol=1e-4)
+
+
+def test_joined_parts_equal_the_whole():
+    logits, tokens = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)), np.arange(5, dtype=np.uint32)
+    whole = compute_logprobs(logits, tokens, 3)
+    again = join_logprobs([whole.part(0, 2, 3), whole.part(2, 2), whole.part(2, 5, 3)], 3)
+    for name in ("tokens", "top_ids", "top"):
+        assert np.array_equal(getattr(again, name), getattr(whole, name))
+    assert join_logprobs([], 2).top.shape == (0, 2)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from engine.sampling import noise as sampling
-from engine.sampling.noise import sample_tokens
-from engine.sampling.truncation import Truncation, truncate
+from engine.sampling.noise import Truncation, sample_tokens, truncate
 from tests.engine import naive_sampling as naive
 
 limits = st.tuples(

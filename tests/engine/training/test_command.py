@@ -1,4 +1,4 @@
-"""`ssd-engine train KIND` writes a folder that the engine drafts with."""
+"""Training a head from the command, and the cards of trained heads."""
 
 import json
 import platform
@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from engine.drafters.build import check_weights
 from engine.models.loader import load_config, load_model
+from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
 from engine.training import acceptance, data, run
 from engine.training.command import TrainingOptions, train_head
-from engine.training.recipe import RECIPES
+from engine.training.kinds import KINDS
 from ssd.errors import UserError
 from tests.engine.conftest import TEXT, make_folder
 from tests.engine.models.test_families import DEEPSEEK
@@ -24,7 +26,7 @@ WINDOW = 32
 
 def recipe(kind):
     changes = {"window": WINDOW, "batch_windows": 2, "draft_vocabulary": 200, "depth": 2, "num_layers": 1}
-    return replace(RECIPES[kind], total_tokens=8 * 2 * WINDOW, **changes)
+    return replace(KINDS[kind].recipe, total_tokens=8 * 2 * WINDOW, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def options(kind, target, tmp_path, **changes):
     return TrainingOptions(kind, target, tmp_path / "out", tmp_path / "work", **changes)
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_written_folder_drafts_for_the_target(kind, target, text_files, tmp_path):
     chosen = options(kind, target, tmp_path, data=text_files)
     result = train_head(chosen, Console(quiet=True), recipe(kind))
@@ -136,3 +138,19 @@ def test_the_text_of_the_shipped_target_is_that_of_the_files_it_names(target, tm
     (tmp_path / "files.json").write_text(json.dumps(files | {"python": "3.0.0"}))
     with pytest.raises(UserError, match=r"standard library of Python 3\.0\.0, and this is Python"):
         data.library_text(tmp_path, tokenizer, 0)
+
+
+MAX_BYTES = 28 * 2**20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_a_head_with_a_card(kind):
+    check_weights(kind, None, SHIPPED_MODEL)
+    card = (SHIPPED_HEADS / kind / "README.md").read_text()
+    assert f"--drafter {kind}" in card
+    assert "tokens per step" in card
+    assert (SHIPPED_HEADS / kind / "LICENSE.txt").exists()
+
+
+def test_all_heads_together_are_small():
+    assert sum(path.stat().st_size for path in SHIPPED_HEADS.rglob("*") if path.is_file()) <= MAX_BYTES

@@ -1,15 +1,14 @@
-"""Every kind learns, and an interrupted run ends with the same weights as an uninterrupted one."""
+"""Training runs continue after an interruption."""
 
 import pytest
 import torch
 
-from engine.training.kinds import new_objective
-from engine.training.recipe import RECIPES
+from engine.training.kinds import KINDS, new_objective
+from engine.training.objectives import read_windows
 from engine.training.run import resume, train
-from engine.training.windows import read_windows
 from tests.engine.training.tiny import new_target, new_windows, tiny_recipe
 
-pytestmark = pytest.mark.parametrize("kind", RECIPES)
+pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")

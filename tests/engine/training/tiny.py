@@ -7,7 +7,7 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.training.recipe import RECIPES
+from engine.training.kinds import KINDS
 
 WINDOW = 24
 CONFIG = ModelConfig(
@@ -40,4 +40,4 @@ def new_windows(count=12, seed=0):
 def tiny_recipe(kind, steps=12, **changes):
     """The kind's recipe for small batches of short windows."""
     changes = {"window": WINDOW, "batch_windows": 2, "draft_vocabulary": 30, "warmup_steps": 2, "depth": 3, **changes}
-    return replace(RECIPES[kind], total_tokens=steps * WINDOW * 2, **changes)
+    return replace(KINDS[kind].recipe, total_tokens=steps * WINDOW * 2, **changes)

@@ -143,6 +143,19 @@ def test_a_kernel_is_loaded_after_other_changes(package, module, old, new):
     assert run(package) == (15_022, True)
 
 
+def test_a_kernel_is_compiled_again_after_its_module_was_renamed(package):
+    """A compiled kernel has the name of its module, and the digest has not."""
+    (package / "former.py").write_text(MODULES["kernels"])
+    # In this process numba would find the environments of these kernels in its memory.
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": ""}
+    command = [sys.executable, "-c", f"import {package.name}.former"]
+    subprocess.run(command, env={**os.environ, **environment}, check=True)
+    assert any(package.glob("__pycache__/sum_up*"))
+    (package / "former.py").unlink()
+    assert run(package) == (15_022, False)
+    assert run(package) == (15_022, True)
+
+
 def test_processes_with_different_versions_share_a_folder(package, tmp_path):
     shared = tmp_path / "shared"
     environment = {

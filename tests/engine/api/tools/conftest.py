@@ -3,11 +3,10 @@
 import json
 import shutil
 
-import httpx
 import pytest
 
 from engine.models.shipped import SHIPPED_MODEL
-from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+from tests.engine.api.serving import MODEL, serving
 
 VOCAB = 4096
 
@@ -53,5 +52,4 @@ def server(folder):
 
 @pytest.fixture
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-        yield http
+    return server.http

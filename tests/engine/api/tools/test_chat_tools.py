@@ -8,7 +8,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.engine.api.serving import MODEL
+from tests.engine.api.serving import MODEL, refusal
 from tests.engine.api.tools.conftest import VOCAB
 from tests.engine.api.tools.outputs import collected, pairs_of
 
@@ -181,20 +181,9 @@ def function(**fields):
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_in_one_line(http, fields, message, param):
-    answer = post(http, **fields)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    error = refusal(http, "chat/completions", **ASKED | fields)
     assert message in error["message"]
-    assert "\n" not in error["message"]
     assert error["param"] == param
-
-
-@pytest.mark.parametrize("field", ["tools", "tool_choice", "parallel_tool_calls"])
-def test_completions_have_no_tools(http, field):
-    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", field: ASKED.get(field, "auto")})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"]) == (400, field, None)
-    assert error["message"] == f"{field}: only chats support it; send messages to /v1/chat/completions"
 
 
 @pytest.mark.parametrize("depth", [100, 400, 900])

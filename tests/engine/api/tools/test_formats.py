@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.tools.formats import FORMATS, recognize
-from engine.api.tools.reader import Call
-from tests.engine.api.tools import naive
-from tests.engine.api.tools.outputs import collected, divided, events_of, message_of, streamed, written
+from engine.api.tool_formats import FORMATS, recognize
+from engine.api.tool_reader import Call
+from tests.engine.api.tools.outputs import collected, divided, events_of, message_of, read, streamed, written
 
 NAMES = ("weather", "send_mail-2")
 PARIS, BERLIN = '{"city": "Paris"}', '{"city":"Berlin", "days" : 2}'
@@ -140,7 +139,7 @@ FORMS = st.sampled_from(list(FORMATS.values()))
 def test_calls_in_any_parts_equal_those_of_the_slow_twin(form, content, calls, cuts):
     content = "" if form.name == "llama3_json" and calls else content
     text = content + (written(form, calls) if calls else "")
-    before, expected = naive.read(form.name, text)
+    before, expected = read(form.name, text)
     assert expected == calls
     found_content, found = collected(streamed(form, divided(text, cuts), NAMES))
     assert found_content == (before.rstrip() if calls else text)

@@ -8,9 +8,8 @@ import pytest
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, normalizers
 
-from engine.api.tools.definitions import Tool
-from engine.api.tools.formats import FORMATS
-from engine.api.tools.grammar import tool_grammar
+from engine.api.fields import Tool
+from engine.api.tool_formats import FORMATS, tool_grammar
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar import choice_grammar
 from engine.sampling.grammar_state import GrammarCompiler

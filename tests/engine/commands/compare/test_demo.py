@@ -15,8 +15,7 @@ from engine.commands.compare.demo import Round, comparison_of
 from engine.commands.compare.results import Condition
 from engine.commands.compare.trial import Turn
 from engine.commands.compare.workload import TASKS_FILE, WorkItem, make_tasks, make_workload
-from engine.models.chat import ChatPrompts
-from engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer import ChatPrompts, Tokenizer
 from engine.scheduling.request import Completion, FinishReason
 from tests.browser import page_faults
 from tests.engine.conftest import make_folder

@@ -5,7 +5,7 @@ import pytest
 from tests.engine.commands.generate.outputs import PROMPT
 from tests.engine.conftest import make_folder
 from tests.engine.damage import edit_json
-from tests.engine.models.quantized.formats import FORMATS, quantize_folder
+from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 
 BAD_INPUT = {
     "empty prompt": ((), [""], "prompt 1: the prompt is empty"),

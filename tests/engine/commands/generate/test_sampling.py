@@ -1,6 +1,6 @@
 """Sampling options of the `generate` command."""
 
-from engine.sampling.seeds import sample_seed
+from engine.scheduling.request import sample_seed
 from tests.engine.commands.generate.outputs import PROMPT, completions
 
 

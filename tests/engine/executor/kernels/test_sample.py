@@ -13,10 +13,17 @@ from torch.utils._pytree import tree_iter
 from engine.executor.kernels import sample
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import sample_tokens, sampled_tokens
-from engine.sampling import noise, truncation
-from engine.sampling.noise import greedy_tokens, gumbel_noise, sample_tokens_on_device
+from engine.sampling import noise
+from engine.sampling.noise import (
+    WORKSPACE_BYTES,
+    Limits,
+    Truncation,
+    greedy_tokens,
+    gumbel_noise,
+    sample_tokens_on_device,
+    truncate,
+)
 from engine.sampling.noise import sample_tokens as sample_by_host
-from engine.sampling.truncation import WORKSPACE_BYTES, Limits, Truncation, truncate
 from engine.scheduling.request import GREEDY_BELOW, Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from engine.speculation.verify import Part, target_tokens
@@ -67,7 +74,7 @@ def agrees(implementation, seed, device="cpu"):
 
 
 def test_rows_sampled_in_parts_give_the_same_tokens(monkeypatch):
-    monkeypatch.setattr(truncation, "WORKSPACE_BYTES", 2 * 64 * 70)
+    monkeypatch.setattr(noise, "WORKSPACE_BYTES", 2 * 64 * 70)
     assert all(agrees(sample_tokens.torch, seed) for seed in range(CASES))
 
 
@@ -79,7 +86,7 @@ def test_rows_sampled_in_parts_by_the_host_give_the_same_tokens(vocab, monkeypat
     settings = temperatures, rng.integers(0, 1 << 40, 50), rng.integers(0, 1000, 50)
     limits = Truncation(rng.choice([0, 4], 50), rng.choice([1.0, 0.6], 50), rng.choice([0.0, 0.2], 50))
     whole = [sample_by_host(logits, *settings, truncated) for truncated in (None, limits)]
-    monkeypatch.setattr(truncation, "WORKSPACE_BYTES", 3 * 64 * 70)
+    monkeypatch.setattr(noise, "WORKSPACE_BYTES", 3 * 64 * 70)
     assert [sample_by_host(logits, *settings, truncated).tolist() for truncated in (None, limits)] == [
         tokens.tolist() for tokens in whole
     ]
@@ -127,7 +134,7 @@ def sampled_from_few(logits, temperatures, seeds, limits):
 
 
 def ranked(logits, temperatures, _, limits):
-    return truncation.lowest_scores(logits, temperatures, limits)
+    return noise.lowest_scores(logits, temperatures, limits)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +144,7 @@ def ranked(logits, temperatures, _, limits):
 )
 def test_memory_is_bounded(function, most, monkeypatch):
     assert WORKSPACE_BYTES / 4 < memory_of(function, most) < WORKSPACE_BYTES
-    monkeypatch.setattr(truncation, "WORKSPACE_BYTES", WORKSPACE_BYTES << 10)
+    monkeypatch.setattr(noise, "WORKSPACE_BYTES", WORKSPACE_BYTES << 10)
     assert memory_of(function, most) > 10 * WORKSPACE_BYTES
 
 

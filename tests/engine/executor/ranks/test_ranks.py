@@ -11,8 +11,8 @@ from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
 from engine.config import EngineConfig
 from engine.drafters.registry import DEFAULT_ADDRESS
+from engine.executor.ranks.leader import Cache
 from engine.executor.ranks.load import check_ranks
-from engine.executor.ranks.messages import Cache
 from engine.executor.ranks.runner import open_runner
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams

@@ -10,7 +10,7 @@ from engine.models.heads import formats
 from engine.models.heads.formats import check_head, load_head, save_head
 from ssd.errors import UserError
 from tests.engine.damage import config, cut, edit_json, removed, set_to, tensor
-from tests.engine.models.heads import published, samples
+from tests.engine.models.heads import samples
 
 MAKE = {"mtp": samples.mtp, "eagle": samples.eagle, "eagle3": samples.eagle3, "medusa": samples.medusa}
 
@@ -21,9 +21,9 @@ def folders(tmp_path_factory, model):
     for kind, make in MAKE.items():
         save_head(make(model), root / kind, dtype=torch.float32)
     save_head(samples.eagle3(model, hidden_size=32), root / "eagle3-small", dtype=torch.float32)
-    published.as_deepseek(root / "mtp", root / "mtp-deepseek")
-    published.as_qwen(root / "mtp", root / "mtp-qwen")
-    published.as_speculators_eagle3(root / "eagle3", root / "eagle3-speculators")
+    samples.as_deepseek(root / "mtp", root / "mtp-deepseek")
+    samples.as_qwen(root / "mtp", root / "mtp-qwen")
+    samples.as_speculators_eagle3(root / "eagle3", root / "eagle3-speculators")
     return root
 
 

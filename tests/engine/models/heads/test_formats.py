@@ -10,7 +10,7 @@ from engine.models.heads.formats import check_head, load_head, save_head
 from engine.models.loader import load_model
 from tests.engine.conftest import make_folder
 from tests.engine.damage import edit_json
-from tests.engine.models.heads import published, samples
+from tests.engine.models.heads import samples
 
 HEADS = {
     "mtp": ("mtp", samples.mtp, {}),
@@ -81,7 +81,7 @@ def layer_names(prefix, *more):
 def test_mtp_layers_are_written_as_mimo_publishes_them(tmp_path, model):
     """vLLM demands biases of Qwen2 and copies of the target's embedding and output projection."""
     save_head(samples.mtp(model), tmp_path)
-    tensors, fields = published.read(tmp_path)
+    tensors, fields = samples.read(tmp_path)
     biases = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
     norms = ("input_layernorm.weight", "token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight")
     own = layer_names("model.mtp_layers.0.", *biases, *norms, "input_proj.weight")
@@ -99,7 +99,7 @@ def test_mtp_layers_are_written_as_mimo_publishes_them(tmp_path, model):
 def test_eagle_heads_are_written_in_their_authors_format(tmp_path, model):
     """SGLang leaves the bias of `fc` uninitialized if the file has none."""
     save_head(samples.eagle(model, has_bias=False, qkv_bias=True), tmp_path)
-    tensors, fields = published.read(tmp_path)
+    tensors, fields = samples.read(tmp_path)
     biases = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
     assert set(tensors) == layer_names("layers.0.", *biases) | {"fc.weight", "fc.bias"}
     assert not tensors["fc.bias"].any()
@@ -114,7 +114,7 @@ def test_eagle3_heads_are_written_in_their_authors_format(tmp_path, model):
     """vLLM numbers layers by the one that a state enters, SGLang by the one that it leaves."""
     head = samples.eagle3(model, style=Eagle3Style(norm_before_fc=True, norm_output=True), kept=200)
     save_head(head, tmp_path)
-    tensors, fields = published.read(tmp_path)
+    tensors, fields = samples.read(tmp_path)
     layer = layer_names("midlayer.", "input_layernorm.weight", "hidden_norm.weight")
     assert set(tensors) == layer | {"fc.weight", "input_norm.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
     assert tensors["d2t"].dtype == torch.int64
@@ -132,12 +132,12 @@ def test_eagle3_heads_are_written_in_their_authors_format(tmp_path, model):
 
 def test_the_norms_of_eagle3_states_are_numbered(tmp_path, model):
     save_head(samples.eagle3(model, style=Eagle3Style(fc_norm=True), kept=None), tmp_path)
-    assert {"fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"} < set(published.read(tmp_path)[0])
+    assert {"fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"} < set(samples.read(tmp_path)[0])
 
 
 def test_medusa_heads_are_written_in_their_authors_format(tmp_path, model):
     save_head(samples.medusa(model, count=2, blocks=2), tmp_path, base_model="org/model")
-    tensors, fields = published.read(tmp_path, "medusa_lm_head.safetensors")
+    tensors, fields = samples.read(tmp_path, "medusa_lm_head.safetensors")
     blocks = {f"{head}.{block}.linear.{kind}" for head in "01" for block in "01" for kind in ("weight", "bias")}
     assert set(tensors) == blocks | {"0.2.weight", "1.2.weight"}
     assert (fields["medusa_num_heads"], fields["medusa_num_layers"], fields["medusa_fc_bias"]) == (2, 2, True)
@@ -149,7 +149,7 @@ def test_mtp_layers_load_from_the_folder_of_the_target(tmp_path, model, model_fo
     """The target itself loads from the same folder."""
     head = samples.mtp(model)
     save_head(head, tmp_path / "head", dtype=torch.float32)
-    published.into_target(tmp_path / "head", model_folder, tmp_path / "both", shards)
+    samples.into_target(tmp_path / "head", model_folder, tmp_path / "both", shards)
     assert torch.equal(load_model(tmp_path / "both").embedding.weight, model.embedding.weight)
     again = load_head("mtp", tmp_path / "both", model.config, target_folder=tmp_path / "both")
     again.attach(model)
@@ -159,8 +159,8 @@ def test_mtp_layers_load_from_the_folder_of_the_target(tmp_path, model, model_fo
 
 def test_deepseek_layers_load_from_the_folder_of_the_target(tmp_path, model, model_folder):
     save_head(samples.mtp(model), tmp_path / "head", dtype=torch.float32)
-    published.as_deepseek(tmp_path / "head", tmp_path / "deepseek")
-    published.into_target(tmp_path / "deepseek", model_folder, tmp_path / "both")
+    samples.as_deepseek(tmp_path / "head", tmp_path / "deepseek")
+    samples.into_target(tmp_path / "deepseek", model_folder, tmp_path / "both")
     assert load_model(tmp_path / "both").config == model.config
     check_head("mtp", tmp_path / "both", model.config, target_folder=tmp_path / "both")
 
@@ -168,9 +168,9 @@ def test_deepseek_layers_load_from_the_folder_of_the_target(tmp_path, model, mod
 def test_further_mtp_layers_are_ignored(tmp_path, model):
     head = samples.mtp(model)
     save_head(head, tmp_path, dtype=torch.float32)
-    tensors, fields = published.read(tmp_path)
+    tensors, fields = samples.read(tmp_path)
     more = {name.replace("layers.0", "layers.1"): 2 * tensor for name, tensor in tensors.items()}
-    published.write(tmp_path, {**more, **tensors}, {**fields, "num_nextn_predict_layers": 2})
+    samples.write(tmp_path, {**more, **tensors}, {**fields, "num_nextn_predict_layers": 2})
     again = load_head("mtp", tmp_path, model.config)
     assert torch.equal(again.fc.weight, head.fc.weight)
 
@@ -182,7 +182,7 @@ def test_pickled_weights_load(tmp_path, model, kind, is_archive):
     save_head(head, tmp_path, dtype=torch.float32)
     files = {"eagle": ("model.safetensors", "pytorch_model.bin")}
     old, new = files.get(kind, ("medusa_lm_head.safetensors", "medusa_lm_head.pt"))
-    published.as_pickle(tmp_path, new, old, _use_new_zipfile_serialization=is_archive)
+    samples.as_pickle(tmp_path, new, old, _use_new_zipfile_serialization=is_archive)
     again = load_head(kind, tmp_path, model.config)
     again.attach(model)
     assert torch.equal(outputs(head, model, kind)[0], outputs(again, model, kind)[0])
@@ -200,10 +200,10 @@ def test_pickled_weights_load(tmp_path, model, kind, is_archive):
 )
 def test_layers_of_eagle3_are_numbered_by_the_layer_that_a_state_enters(tmp_path, model, given, expected):
     save_head(samples.eagle3(model), tmp_path)
-    tensors, fields = published.read(tmp_path)
+    tensors, fields = samples.read(tmp_path)
     for name in ("eagle_aux_hidden_state_layer_ids", "eagle_config"):
         del fields[name]
-    published.write(tmp_path, tensors, {**fields, **given})
+    samples.write(tmp_path, tensors, {**fields, **given})
     assert load_head("eagle3", tmp_path, replace(model.config, num_layers=10)).hidden_layers == expected
 
 
@@ -227,8 +227,8 @@ def test_a_copy_of_the_target_embedding_is_dropped(tmp_path, model):
 
 def test_a_head_loads_in_the_dtype_and_with_the_positions_of_the_target(tmp_path, model):
     save_head(samples.eagle3(model), tmp_path)
-    tensors, fields = published.read(tmp_path)
-    published.write(tmp_path, tensors, {**fields, "max_position_embeddings": 100})
+    tensors, fields = samples.read(tmp_path)
+    samples.write(tmp_path, tensors, {**fields, "max_position_embeddings": 100})
     head = load_head("eagle3", tmp_path, model.config, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
     assert head.frequencies.dtype == torch.float32
@@ -239,8 +239,8 @@ def test_a_head_loads_in_the_dtype_and_with_the_positions_of_the_target(tmp_path
 def test_optional_tensors_are_recognized_by_their_names(tmp_path, model):
     """Heads for Qwen3 are published with its `model_type` and without its norms of queries and keys."""
     save_head(samples.eagle3(model, qkv_bias=True), tmp_path)
-    tensors, fields = published.read(tmp_path)
-    published.write(tmp_path, tensors, {**fields, "model_type": "qwen3", "attention_bias": False})
+    tensors, fields = samples.read(tmp_path)
+    samples.write(tmp_path, tensors, {**fields, "model_type": "qwen3", "attention_bias": False})
     config = load_head("eagle3", tmp_path, model.config).config
     assert (config.qk_norm, config.qkv_bias, config.output_bias, config.mlp_bias) == (False, True, False, False)
 
@@ -255,5 +255,5 @@ def test_mimo_is_a_family(tmp_path):
     mimo = load_model(tmp_path)
     assert replace(mimo.config, architecture="Qwen2ForCausalLM") == plain.config
     save_head(samples.mtp(mimo), tmp_path / "head", dtype=torch.float32)
-    published.into_target(tmp_path / "head", tmp_path, tmp_path / "both")
+    samples.into_target(tmp_path / "head", tmp_path, tmp_path / "both")
     assert load_head("mtp", tmp_path / "both", load_model(tmp_path / "both").config).config.qkv_bias

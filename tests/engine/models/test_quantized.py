@@ -1,0 +1,291 @@
+"""Quantized checkpoints give the weights that they describe; those that cannot be read are refused in one line."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.attention.plain import PlainAttention
+from engine.executor.runner import Runner
+from engine.models.checkpoint import Checkpoint
+from engine.models.loader import load_config, load_model
+from engine.models.packed import QuantizedGroupedLinear, QuantizedLinear, multiply, pack
+from engine.models.quantization import QuantizedWeight, read_quantization
+from ssd.errors import UserError
+from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.damage import edit_json
+from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
+from tests.engine.models.quantized_formats import FORMATS, compressed, quantize_folder
+from tests.engine.models.test_families import DEEPSEEK, transformers_logits
+from tests.engine.models.test_sharding import divided_logits
+from tests.engine.steps import batch_of
+
+TOKENS = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(1))
+MODELS = {
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "mixtral": {"family": "mixtral", "num_local_experts": 4},
+}
+formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
+
+
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS.keys())
+@formats
+def test_logits_equal_those_of_dequantized_weights(tmp_path, form, shape):
+    reference = make_folder(tmp_path, vary=0.3, **{"initializer_range": 0.1, **shape})
+    described = quantize_folder(tmp_path, form)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save_file(described, whole / "model.safetensors", metadata={"format": "pt"})
+    (whole / "config.json").write_text(reference.config.to_json_string())
+    expected = transformers_logits(type(reference).from_pretrained(whole), TOKENS)
+    model = pack(load_model(tmp_path))
+    kept = [each for each in model.modules() if isinstance(each, QuantizedLinear | QuantizedGroupedLinear)]
+    assert len(kept) == 8
+    assert (prompt_logits(model, TOKENS.numpy()) - expected).abs().max() < 1e-4
+
+
+@formats
+def test_weights_are_exactly_those_of_the_checkpoint(tmp_path, form, monkeypatch):
+    make_folder(tmp_path)
+    described = quantize_folder(tmp_path, form)
+    layer = load_model(tmp_path).layers[1]
+    down = layer.feed_forward.down_proj
+    weight = QuantizedWeight(down.values, down.scales, down.zeros, down.columns)
+    assert torch.equal(weight.dequantize(), described["model.layers.1.mlp.down_proj.weight"])
+    # Other devices than a CPU get the dequantized weights.
+    monkeypatch.setattr("engine.models.loader.keep_quantized", lambda *_: None)
+    layer = load_model(tmp_path).layers[1]
+    assert torch.equal(layer.feed_forward.down_proj.weight, described["model.layers.1.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize(("count", "family"), [(2, "llama with biases"), (4, "llama with biases"), (2, "mixtral")])
+@formats
+def test_logits_of_a_divided_model_equal_those_of_the_whole(tmp_path, form, count, family):
+    make_folder(tmp_path, vary=0.3, **{"initializer_range": 0.1, **MODELS[family]})
+    quantize_folder(tmp_path, form)
+    expected = prompt_logits(load_model(tmp_path), TOKENS.numpy())
+    got = divided_logits(tmp_path, count, PlainAttention, TOKENS.numpy())
+    assert (got - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("form", ["int8, channels", "fp8, blocks"])
+def test_latent_attention_and_shared_experts_with_quantized_weights(tmp_path, monkeypatch, form):
+    make_folder(tmp_path, vary=0.3, family="deepseek_v3", **{**DEEPSEEK, "initializer_range": 0.1})
+    quantize_folder(tmp_path, FORMATS[form])
+    logits = [prompt_logits(load_model(tmp_path), TOKENS.numpy()), divided_logits(tmp_path, 2, PlainAttention, TOKENS)]
+    monkeypatch.setattr("engine.models.loader.keep_quantized", lambda *_: None)
+    expected = prompt_logits(load_model(tmp_path), TOKENS.numpy())
+    for each in logits:
+        assert (each - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["int8, channels", "fp8, blocks"])
+def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype, form):
+    make_folder(tmp_path, vary=0.3, **MODELS[family])
+    quantize_folder(tmp_path, FORMATS[form])
+    model = pack(load_model(tmp_path, dtype=dtype))
+    tokens = TOKENS.numpy()
+
+    def forward(runner, *, start, count):
+        entry = sequence_of(tokens[: start + 1], range(8), computed=start, draft=tokens[start + 1 : start + count])
+        return runner.forward(batch_of([entry], PAGE_SIZE))
+
+    runner = Runner(model, PlainAttention(model.config, 8, PAGE_SIZE, dtype, "cpu"))
+    together = forward(runner, start=0, count=100)
+    for count in (1, 2, 3, 9):
+        assert torch.equal(forward(runner, start=40, count=count), together[40 : 40 + count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_several_tiles_are_the_same_for_any_number_of_rows(monkeypatch, dtype):
+    monkeypatch.setattr("engine.models.packed.TILE", 40 * 96)
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randint(-128, 128, (100, 96), generator=generator).to(torch.int8)
+    weight = QuantizedWeight(values, torch.rand(100, 3, generator=generator), None, 32)
+    hidden = torch.randn(70, 96, generator=generator).to(dtype)
+    together = multiply(hidden, weight)
+    expected = hidden.float() @ weight.dequantize().to(dtype).float().T
+    torch.testing.assert_close(together.float(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
+    for count in (1, 2, 3, 5, 33, 64):
+        assert torch.equal(multiply(hidden[:count], weight), together[:count])
+
+
+def test_a_layer_with_weights_of_several_kinds_is_dequantized(tmp_path):
+    make_folder(tmp_path)
+    quantize_folder(tmp_path, FORMATS["int8, channels"], skip=("k_proj", "embed_tokens"))
+    layer = load_model(tmp_path).layers[0]
+    assert isinstance(layer.attention.qkv_proj, torch.nn.Linear)
+    assert isinstance(layer.attention.o_proj, QuantizedLinear)
+
+
+def test_quantized_weights_take_a_byte_each(tmp_path):
+    make_folder(tmp_path)
+    quantize_folder(tmp_path, FORMATS["int8, channels"])
+    layers = load_model(tmp_path).layers
+    linear = [module for module in layers.modules() if isinstance(module, QuantizedLinear)]
+    for module in linear:
+        rows, columns = module.values.shape
+        assert sum(each.numel() * each.element_size() for each in module.parameters()) == rows * columns + 4 * rows
+
+
+INT8, PACKED, FP8 = FORMATS["int8, channels"], FORMATS["packed, 4 bits, groups"], FORMATS["vLLM's fp8"]
+LAYER = "model.layers.0.self_attn.o_proj."
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Files of quantized folders by their format."""
+    files = {}
+    for form in (INT8, PACKED, FP8):
+        folder = tmp_path_factory.mktemp("quantized")
+        make_folder(folder)
+        quantize_folder(folder, form)
+        files[id(form)] = folder
+    return files
+
+
+def changed(made, form, to, changes):
+    """Copy a folder with tensors changed; None removes one."""
+    folder = made[id(form)]
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({name: each for name, each in tensors.items() if each is not None}, to / "model.safetensors")
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    return to
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        (INT8, {"weight_scale": None}, "lacks .*o_proj.weight_scale; download"),
+        (INT8, {"weight": None}, "lacks .*o_proj.weight; download"),
+        (INT8, {"weight_scale": torch.ones(64)}, r"weight_scale in .* has shape \(64,\), but .* describes \(64, 1\)"),
+        (INT8, {"weight": torch.ones(64, 32, dtype=torch.int8)}, r"o_proj.weight in .* has shape \(64, 32\)"),
+        (INT8, {"weight_scale": torch.full((64, 1), torch.nan)}, "o_proj.weight_scale in .* not finite"),
+        (INT8, {"weight_scale": torch.ones(64, 1, dtype=torch.int8)}, "weight_scale in .* is stored as I8"),
+        (INT8, {"weight": torch.ones(64, 64, dtype=torch.int16)}, "is stored as I16; this engine reads I8 here"),
+        (INT8, {"weight_g_idx": torch.ones(64)}, "has the tensor .*weight_g_idx, which config.json does not"),
+        (INT8, {"weight_zero_point": torch.ones(64)}, "has the tensor .*weight_zero_point, which config.json does not"),
+        (PACKED, {"weight_packed": torch.ones(64, 9, dtype=torch.int32)}, r"weight_packed in .* has shape \(64, 9\)"),
+        (PACKED, {"weight_scale": torch.ones(64, 1)}, r"weight_scale in .* has shape \(64, 1\)"),
+        (PACKED, {"weight_shape": torch.tensor([64, 32])}, r"weight_shape in .* is \(64, 32\)"),
+        (PACKED, {"weight_shape": None}, "lacks .*o_proj.weight_shape; download"),
+        (FP8, {"weight_scale": torch.tensor(torch.inf)}, "o_proj.weight_scale in .* not finite"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(made, tmp_path, monkeypatch, form, changes, message):
+    folder = changed(made, form, tmp_path, {LAYER + name: tensor for name, tensor in changes.items()})
+    monkeypatch.setattr(Checkpoint, "copy_into", None)  # no weights may be read
+    with pytest.raises(UserError, match=message) as refusal:
+        load_model(folder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_values_that_are_not_numbers_are_refused(made, tmp_path):
+    weight = torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn)
+    with pytest.raises(UserError, match=r"o_proj.weight in .* not numbers"):
+        load_model(changed(made, FP8, tmp_path, {LAYER + "weight": weight}))
+
+
+def test_tensors_of_activations_are_not_read(made, tmp_path):
+    scales = {f"{LAYER}input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    load_model(changed(made, INT8, tmp_path, scales))
+
+
+METHODS = {
+    **{name: {"quant_method": name} for name in ("gptq", "awq", "bitsandbytes", "torchao", "quark", "modelopt")},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "None": {"bits": 8},
+    "e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
+    "nvfp4-pack-quantized": compressed("nvfp4-pack-quantized", "tensor_group", kind="float", bits=4, group_size=16),
+    "marlin-24": compressed("marlin-24", "channel", bits=4),
+    "int-quantized': int of 4 bits": compressed("int-quantized", "channel", bits=4),
+    "actorder 'group'": compressed("pack-quantized", "group", bits=4, group_size=32, actorder="group"),
+    "strategy 'tensor_group'": compressed("int-quantized", "tensor_group", group_size=16),
+    "not symmetric": compressed("float-quantized", "channel", kind="float", symmetric=False),
+    "sparse-24-bitmask": {**INT8.fields, "sparsity_config": {"format": "sparse-24-bitmask"}},
+    "transforms": {**INT8.fields, "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+    "removed experts": {**INT8.fields, "moe_sparsity_config": {"method": "prune"}},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_quantization_is_refused_by_name(model_folder, tmp_path, name):
+    (tmp_path / "config.json").write_text((model_folder / "config.json").read_text())
+    edit_json(tmp_path / "config.json", quantization_config=METHODS[name])
+    with pytest.raises(UserError, match=r"describes quantized weights \(.*; it reads compressed-tensors") as refusal:
+        load_config(tmp_path)
+    assert name.replace("':", "',") in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def with_group(**changes):
+    group = {**INT8.fields["config_groups"]["group_0"], **changes}
+    return {**INT8.fields, "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ["int8"],
+        {"quant_method": ["fp8"]},
+        {"quant_method": "fp8", "weight_block_size": [0, 1]},
+        {"quant_method": "compressed-tensors"},
+        {**INT8.fields, "config_groups": {"W8A16": ["Linear"]}},
+        {**INT8.fields, "ignore": "lm_head"},
+        {**INT8.fields, "sparsity_config": [1]},
+        with_group(targets=["re:("]),
+        with_group(weights={"num_bits": "eight"}),
+        with_group(weights={"strategy": "group", "group_size": 0}),
+        with_group(weights={"strategy": "block", "block_structure": "16x16"}),
+        with_group(weights=[8]),
+    ],
+    ids=json.dumps,
+)
+def test_invalid_fields_are_refused(fields):
+    with pytest.raises(UserError, match="quantiz") as refusal:
+        read_quantization({"quantization_config": fields})
+    assert "\n" not in str(refusal.value)
+
+
+def test_targets_and_layers_to_ignore_are_names_classes_and_expressions():
+    fields = with_group(targets=["re:.*mlp.*", "model.layers.1.self_attn.q_proj"])
+    more = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "tensor"}}
+    fields["config_groups"]["group_1"] = more
+    fields["ignore"] = ["lm_head", "re:.*down_proj"]
+    quantization = read_quantization({"quantization_config": fields})
+    block = {
+        name: None if (scheme := quantization.scheme(f"model.{name}.weight")) is None else scheme.block
+        for name in ("layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "embed_tokens")
+    }
+    assert block == {"layers.0.mlp.up_proj": (1, 0), "layers.0.mlp.down_proj": None, "embed_tokens": None}
+    assert quantization.scheme("model.layers.1.self_attn.q_proj.weight").block == (1, 0)
+    assert quantization.scheme("model.layers.0.self_attn.q_proj.weight").block == (0, 0)
+    assert quantization.scheme("lm_head.weight") is None
+    assert quantization.scheme("model.layers.0.mlp.up_proj.bias") is None
+
+
+def test_rounded_activations_and_caches_are_noticed():
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    fields = with_group(input_activations=activations) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    first, second = read_quantization({"quantization_config": fields}).notices
+    assert "activations in 8-bit int, which this engine does not round" in first
+    assert "KV cache" in second
+    assert read_quantization({"quantization_config": INT8.fields}).notices == ()
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_most_precise_target_applies_in_any_order(is_reversed):
+    targets = {1: ["Linear"], 2: ["re:.*down_proj"], 4: ["model.layers.1.mlp.down_proj"]}
+    groups = {
+        f"group_{size}": {"targets": names, "weights": {"strategy": "group", "group_size": size}}
+        for size, names in sorted(targets.items(), reverse=is_reversed)
+    }
+    fields = {**INT8.fields, "format": "pack-quantized", "config_groups": groups, "ignore": ["re:.*v_proj"]}
+    quantization = read_quantization({"quantization_config": fields})
+    sizes = {"0.mlp.up_proj": 1, "0.mlp.down_proj": 2, "1.mlp.down_proj": 4}
+    for name, size in sizes.items():
+        assert quantization.scheme(f"model.layers.{name}.weight").block == (1, size)
+    assert quantization.scheme("model.layers.0.self_attn.v_proj.weight") is None
