@@ -180,7 +180,6 @@ class Protocol:
             self._request_drafts(turn, ALL, progress, turn.wire_ids)
             for sequence, tokens in zip(sequences, _split(progress), strict=True):
                 sequence.text += tokens
-                sequence.sent = len(sequence.text)
             return turn
         steps = [1] * len(sequences) if progress.steps is None else progress.steps.tolist()
         for sequence, *committed in zip(sequences, _split(progress), progress.verified.tolist(), steps, strict=True):

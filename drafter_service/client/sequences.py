@@ -46,8 +46,8 @@ class RemoteSequence:
     wire_id: int = 0
     """Its id at the service, never used twice, so that no response about an earlier sequence applies to it; 0 if it is
     not registered."""
-    sent: int = 0
-    """Number of bytes of `text` that were sent."""
+    unsent: int = 0
+    """Number of bytes at the end of `text` that were not sent."""
     offered: int = 0
     """Number of tokens of the draft that the engine received last."""
     is_counted: bool = False
@@ -68,11 +68,12 @@ class RemoteSequence:
     @property
     def unsent_bytes(self) -> int:
         """Bytes of its unsent tokens."""
-        return len(self.text) - self.sent if self.wire_id else self.nbytes
+        return self.unsent if self.wire_id else self.nbytes
 
     def commit(self, tokens: bytes, verified: int, steps: int) -> None:
         """Add tokens, u32, that are sent later."""
         self.text += tokens
+        self.unsent += len(tokens)
         if tokens:
             self.steps += max(1, steps)
         if self.is_counted:
@@ -90,9 +91,8 @@ class RemoteSequence:
 
     def take_unsent(self) -> bytes:
         """Return its unsent tokens, u32, which are counted as sent with `verified` and `steps`."""
-        unsent = bytes(self.text[self.sent :])
-        self.sent = len(self.text)
-        self.verified = self.steps = 0
+        unsent = bytes(self.text[len(self.text) - self.unsent :])
+        self.unsent = self.verified = self.steps = 0
         self.is_counted = True
         return unsent
 
@@ -105,7 +105,7 @@ class RemoteSequence:
 
     def unregister(self) -> None:
         """Record that the service has lost the sequence."""
-        self.wire_id = self.sent = self.verified = self.end_request = 0
+        self.wire_id = self.verified = self.end_request = 0
         self.is_counted = False
 
 
@@ -214,8 +214,9 @@ class Sequences:
                     continue
                 self.discarded += sequence.info.learn
                 sequence.info.learn = False
-                self._ended_bytes -= sequence.unsent_bytes
-                del sequence.text[sequence.sent :]
+                self._ended_bytes -= sequence.unsent
+                del sequence.text[len(sequence.text) - sequence.unsent :]
+                sequence.unsent = 0
             if not sequence.wire_id and sequence.nbytes > room:
                 continue
             if part and size + sequence.unsent_bytes > PART_BYTES:

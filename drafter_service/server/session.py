@@ -128,10 +128,12 @@ class Session:
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
         response = pb.DraftResponse(step=request.step)
         vocab_size = self.namespace.model.vocab_size
-        starts = [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
-        finishes = [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
+        starts: list[StartedSequence] = []
+        finishes: list[FinishedSequence] = []
         batch = read_batch(request.batch, vocab_size) if request.HasField("batch") else None
-        if starts or finishes:
+        if request.starts or request.finishes:
+            starts += [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
+            finishes += [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
             new = {start.sequence_id for start in starts}
             self._check_starts(starts, new)
             self._check_finishes(finishes, new)

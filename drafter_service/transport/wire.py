@@ -78,6 +78,11 @@ ONE_AS_BITS = np.float32(1.0).view(np.uint32)
 """Bits of 1.0: as unsigned integers, floats from 0 to 1 are at most this; negative, greater and NaN are above."""
 
 
+MAX_PATH = 127
+PATH_PARENTS = [np.arange(ROOT, size + ROOT, dtype=np.int32).astype("<i4").tobytes() for size in range(MAX_PATH + 1)]
+"""Parents of paths, i32, by their number of tokens, which most drafts have."""
+
+
 class WireError(ValueError):
     """A message is malformed; the text names the field and the problem."""
 
@@ -236,12 +241,13 @@ def read_drafts(message: pb.Drafts, limits: np.ndarray, vocab_size: int = 0) -> 
     offsets = read_offsets(message.offsets, len(limits), count, "drafts.offsets")
     drafts = DraftBatch(tokens, parents, accept_prob, source, offsets, message.pause_steps)
     sizes = offsets[1:] - offsets[:-1]
-    # As unsigned numbers, parents below the root and probabilities below 0 are too large.
-    index = np.arange(count, dtype=np.uint32) - offsets[:-1].repeat(sizes)
-    is_wrong = (parents - ROOT).view(np.uint32) > index
-    is_wrong |= accept_prob.view(np.uint32) > ONE_AS_BITS
-    is_wrong |= tokens > (vocab_size - 1 if vocab_size else MAX_TOKEN_ID)
     is_long = sizes > limits
+    # As unsigned numbers, parents below the root and probabilities below 0 are too large.
+    is_wrong = accept_prob.view(np.uint32) > ONE_AS_BITS
+    is_wrong |= tokens > (vocab_size - 1 if vocab_size else MAX_TOKEN_ID)
+    if b"".join([PATH_PARENTS[size & MAX_PATH] for size in sizes.tolist()]) != message.parents:
+        index = np.arange(count, dtype=np.uint32) - offsets[:-1].repeat(sizes)
+        is_wrong |= (parents - ROOT).view(np.uint32) > index
     if not any_of(is_wrong) and not any_of(is_long):
         return drafts, 0
     wrong_before = np.concatenate(([0], is_wrong.cumsum()))
