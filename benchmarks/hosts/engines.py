@@ -239,5 +239,5 @@ def run(task: Task) -> Run:
     """Run a task in this process."""
     _plugin_s.clear()
     done = _run_task(task)
-    done.plugin_cpu_s = sum(_plugin_s)
+    done.plugin_cpu_s = sum(_plugin_s, 0.0)
     return done
