@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 UNMEASURED = 0.03
 """Minimum path probability of draft tokens in an engine that does not measure its steps, and verifies all of them."""
-DETAILS = {"hints", "adapter", "request_id", "learn", "rollout", "seed"}
+DETAILS = "hints", "adapter", "request_id", "learn", "rollout", "seed"
 """Fields of a request that `start` of a drafter may take."""
 BYTES = 4
 """Size of a token."""
@@ -55,7 +55,7 @@ class TokenDrafter(Drafter):
         self.limits = drafter.limits
         self._reported = np.zeros((0, 3), np.int64)
         """int64 [rows of the table, 3]."""
-        self._details = DETAILS & signature(drafter.start).parameters.keys()
+        self._details = tuple(name for name in DETAILS if name in signature(drafter.start).parameters)
 
     @property
     def origin(self) -> type:
