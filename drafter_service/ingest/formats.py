@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import lru_cache
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter_service.ingest import answers, origins, readers, sessions, streams
-from drafter_service.ingest.answers import Found, conversation
-from drafter_service.ingest.chats import ASSISTANT, Chat, is_chat, role_of, words
-from drafter_service.ingest.documents import RecordError
-from drafter_service.ingest.readers import Reader, Value, is_given
-from drafter_service.ingest.refusals import LIKELY, NO_FORMAT, read_fields, refusal, share
+from drafter_service.ingest import answers, readers, sessions
+from drafter_service.ingest.answers import Found, conversation, outputs_of
+from drafter_service.ingest.chats import ASSISTANT, Chat, chat_of, is_chat, parsed, role_of, words
+from drafter_service.ingest.documents import ORIGIN_FIELDS, Part, RecordError
+from drafter_service.ingest.readers import NOT_SEARCHED, Reader, Value, is_given
 from drafter_service.ingest.sessions import Read, Record, Session, Stream
 
 PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
@@ -30,6 +32,17 @@ SETTINGS = re.compile(
     re.IGNORECASE,
 )
 """Types of events without a text: of a connection, and of the settings of a session."""
+
+LIKELY = re.compile("answer|output|respon|complet|generat|predict|solution|reply|result", re.IGNORECASE)
+"""Names of fields that are suggested for --field."""
+WORDS = re.compile(r"(?!\d{4}-\d\d-\d\d)[\W\d_]*[^\W\d_]")
+"""The beginning of a text that is neither a number nor a time."""
+NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
+"""Names of fields that messages repeat. Others may be texts of users."""
+NO_FORMAT = "no known format"
+NO_FIELD = "a field of --field is missing, or neither text, messages nor token ids"
+MAX_NAMES = 12
+"""Names of fields in a reason."""
 
 MAX_DEPTH = 8
 MAX_SHAPES = 32
@@ -141,11 +154,7 @@ def _read(
             return
     if not _is_setting(value):
         if names not in refusals:
-            refusals[names] = (
-                refusal(value, {row.name: row.fields for row in FORMATS if row.read}, FIELDS)
-                if len(refusals) < MAX_SHAPES
-                else NO_FORMAT
-            )
+            refusals[names] = refusal(value) if len(refusals) < MAX_SHAPES else NO_FORMAT
         yield Read(record, "", [], [refusals[names]])
 
 
@@ -214,6 +223,110 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
     return _searched(value, skipped, depth + 1) or []
 
 
+# --- Fields that the user names
+
+
+def read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
+    """Yield the outputs in the last of the fields that the user names, with the prompt in the others."""
+    skipped: list[str] = []
+    found: list[Found] = []
+    *before, outputs = ([*_reached(record.value, field.replace("[]", ""))] for field in fields)
+    prompt = _joined([value for values in before for value in values])
+    for value in outputs if all(before) else ():
+        body = answers.body_of(value)
+        if is_chat(body):
+            found += conversation(body, record.value, skipped, prompt) or []
+        elif body is not value or not isinstance(value, dict) or role_of(value) is not None:
+            found += [Found(output, prompt) for output in outputs_of(body, skipped)]
+    yield Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
+
+
+def _reached(value: object, path: str) -> Iterator[object]:
+    """Yield what is at a path such as "choices.0.text", or "choices.text" for the texts of all elements."""
+    value = parsed(value) if path else value
+    name, _, rest = path.partition(".")
+    if not path:
+        yield value
+    elif isinstance(value, dict) and (path in value or name in value):
+        yield from _reached(value[path], "") if path in value else _reached(value[name], rest)
+    elif isinstance(value, dict) and "*" in name:
+        for key in value:
+            if fnmatchcase(key, name):
+                yield from _reached(value[key], rest)
+    elif isinstance(value, list):
+        for element in value[int(name) : int(name) + 1] if name.isdecimal() else value:
+            yield from _reached(element, rest if name.isdecimal() else path)
+
+
+def _joined(values: list[object]) -> Part | Chat | None:
+    """Return the parts of a prompt as one. Raises RecordError for parts that are of different kinds."""
+    if len(values) == 1 and (chat := chat_of(values[0])) is not None:
+        return chat
+    parts = [answers.part_of(value) for value in values]
+    texts = [part for part in parts if isinstance(part, str)]
+    tokens = [part for part in parts if isinstance(part, np.ndarray)]
+    if max(len(texts), len(tokens)) < len(parts):
+        raise RecordError(NO_FIELD)
+    return "\n".join(texts) if texts else np.concatenate(tokens) if tokens else None
+
+
+# --- Refusals
+
+
+def refusal(record: Value) -> str:
+    """Return why a record is not read, with the names of its fields but without any of its values."""
+    near = record.keys() | {name for field in record for name in get_close_matches(field, FIELDS, 1, 0.75)}
+    rows = [
+        (share(row.fields, near) * share(row.fields.split()[0], near), row)
+        for row in FORMATS
+        if row.read and row.fields
+    ]
+    nearness, nearest = max(reversed(rows), key=lambda row: row[0])
+    needs = ", ".join(" or ".join(field.split("|")[:3]) for field in nearest.fields.split())
+    shown = f"; the nearest format is {nearest.name} ({needs})" if nearness else ""
+    return NO_FORMAT + _names(record) + shown + _advice(record)
+
+
+def share(fields: str, names: Iterable[str]) -> float:
+    """Return the share of a format's fields that are among the names: 1 if a record with these may have it."""
+    needed = fields.split()
+    return sum(any(name in names for name in field.split("|")) for field in needed) / max(len(needed), 1)
+
+
+def _advice(record: Value) -> str:
+    """Return the --field that may read a record; "" if no field has a text and the name of an output."""
+    # Events and turns have texts of users and tools, too.
+    is_turn = record.get("source", record.get("speaker")) in ("agent", "human", "system", "user")
+    if {"type", "timestamp"} <= record.keys() or is_turn:
+        return ""
+    texts = dict(_texts_in(record, ""))
+    likely = [path for path, text in texts.items() if LIKELY.search(path) and WORDS.match(text)]
+    if not likely:
+        return ""
+    path = max(likely, key=lambda path: (" " in texts[path], len(texts[path])))
+    prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
+    return f"; if {path} is an output, give {prompt}--field {quote(path)}"
+
+
+def _texts_in(record: Value, before: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a record and of the objects in it that may be outputs, or the first of a list, by path."""
+    for name, value in record.items():
+        value, path = value[0] if isinstance(value, list) and value else value, f"{before}{name}"
+        if not NAME.fullmatch(name) or name in answers.PROMPTS or NOT_SEARCHED.search(name):
+            continue
+        if isinstance(value, str):
+            yield path, value
+        elif isinstance(value, dict) and not before and role_of(value) is None:
+            yield from _texts_in(value, f"{path}.")
+
+
+def _names(record: object) -> str:
+    names = sorted(name for name in record if isinstance(name, str)) if isinstance(record, dict) else []
+    shown = [name for name in names if NAME.fullmatch(name)][:MAX_NAMES]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f" in a record with the fields {', '.join(shown)}{more}" if shown else ""
+
+
 FORMATS = (
     Format(
         "Assistants API, events of threads",
@@ -221,7 +334,7 @@ FORMATS = (
         group=sessions.Thread,
     ),
     Format("OpenAI, streamed chunks", "choices id|object|created|model", group=Stream),
-    Format("streamed events of other APIs", "|".join(("type", *streams.BEDROCK)), group=Stream),
+    Format("streamed events of other APIs", "|".join(("type", *answers.BEDROCK)), group=Stream),
     Format("Ollama", "done message|response", group=Stream),
     Format(
         "OpenHands, events",
@@ -278,6 +391,6 @@ FIELDS = frozenset(
         *answers.CHATS,
     )
 ) | frozenset(
-    (*answers.PROMPT_IDS, *answers.PROMPTS, *readers.THOUGHTS, "tools", "chat_template_kwargs", *origins.FIELDS)
+    (*answers.PROMPT_IDS, *answers.PROMPTS, *readers.THOUGHTS, "tools", "chat_template_kwargs", *ORIGIN_FIELDS)
 )
 """Names of all fields that are read in a row of a table."""

@@ -19,12 +19,13 @@ from drafter_service.ingest.documents import (
     Documents,
     Faults,
     Item,
+    Origin,
     Part,
     RecordError,
     Sample,
+    origin_of,
 )
 from drafter_service.ingest.formats import Requests, is_conversation
-from drafter_service.ingest.origins import Origin, origin_of
 from drafter_service.ingest.sessions import Read
 from ssd.config import DrafterConfig
 from ssd.errors import UserError

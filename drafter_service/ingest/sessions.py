@@ -7,9 +7,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from drafter_service.ingest import chats
-from drafter_service.ingest.answers import BROKEN_STREAM, Found, exchange
+from drafter_service.ingest.answers import BROKEN_STREAM, Found, Streamed, deltas_of, either, exchange
 from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Message, messages_of, reply_to, words
-from drafter_service.ingest.streams import Streamed, deltas_of, either
 
 Event = Mapping[str, Any]
 
@@ -141,29 +140,15 @@ class GeminiStream(Stream):
         if either(record.value, "responseId"):
             yield from super().add(record)
             return
-        continues = self._is_continued(record.value)
-        if continues is False:
+        # The numbers of tokens are those up to the chunk.
+        before, after = _usage(self._last.value), _usage(record.value)
+        is_next = before is None or (after is not None and before[0] == after[0] and before[1] < after[1])
+        if self._has_ended and not is_next:
             yield from self.finish()
             self._begin(record)
-        self._is_clear &= continues is not None
+        self._is_clear &= not self._has_ended or before is not None or after is not None
         self._has_ended |= self._streamed.add(record.value)
         self._last = record
-
-    def _is_continued(self, event: Event) -> bool | None:
-        """Return whether a chunk without an id belongs to the response; None if nothing tells it.
-
-        The numbers of tokens are those up to the chunk. Without them, the first chunk has the `promptFeedback`.
-        """
-        if not self._has_ended:
-            return True
-        before, after = _usage(self._last.value), _usage(event)
-        if before and after:
-            return before[0] == after[0] and before[1] < after[1]
-        if before or after:
-            return before is None
-        if either(event, "promptFeedback") is not None:
-            return False
-        return True if either(self.first.value, "promptFeedback") is not None else None
 
     def finish(self) -> Iterator[Read]:  # noqa: D102
         is_cut = self._last is not self.first and not self._has_ended

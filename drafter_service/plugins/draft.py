@@ -100,6 +100,44 @@ class TrackedRequest:
     allowed: int = MAX_LENGTH
     """Longest draft that the host is expected to verify."""
 
+    @classmethod
+    def of(cls, prompt: Sequence[int], options: RequestOptions, context_window: int | None) -> TrackedRequest:
+        """Return a request of which the drafter does not know yet."""
+        longest, length = context_window or MAX_LENGTH, len(prompt)
+        longest = longest if options.max_tokens is None else min(longest, length + options.max_tokens)
+        return cls(options, length, checksum(prompt), longest)
+
+    def has_prompt(self, prompt: Sequence[int]) -> bool:
+        """Return whether this is its prompt."""
+        return len(prompt) == self.prompt_length and checksum(prompt) == self.prompt_checksum
+
+    def begin(self, namespace: Namespace, sequence_id: int, prompt: Sequence[int]) -> None:
+        """Record that a drafter knows the prompt."""
+        self.namespace, self.sequence_id = namespace, sequence_id
+        self.reported, self.tail = len(prompt), list(prompt[-CHECKED:])
+        self.draft, self.verified = NO_DRAFT, None
+
+    def schedule(self, tokens: Sequence[int], offered: int | None) -> None:
+        """Record which tokens the host verifies in the step that it begins, see `HostSession.schedule`."""
+        if self.verified is not None or not (draft := self.draft.tokens):
+            return
+        self.verified = verified = common_length(draft, tokens)
+        if verified == len(draft):
+            self.allowed = max(self.allowed, 2 * verified)
+        elif verified == len(tokens) != offered:  # The host cut it, and did not replace it.
+            self.allowed = max(1, verified)
+
+    def room(self, length: int, max_draft: int) -> int:
+        """Return the maximum draft length after `length` tokens. A step adds one token to the accepted ones."""
+        room = min(max_draft, self.allowed, self.max_length - length - 1)
+        return max(0, room if self.options.max_draft is None else min(room, self.options.max_draft))
+
+    def commit(self, added: Sequence[int]) -> None:
+        """Record that the drafter knows these tokens, too."""
+        self.reported += len(added)
+        self.tail = [*self.tail, *added[-CHECKED:]][-CHECKED:]
+        self.draft, self.verified = NO_DRAFT, None
+
 
 @dataclass(slots=True, eq=False)
 class Turn:

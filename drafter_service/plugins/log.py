@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
-import time
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -21,10 +19,6 @@ class HostLog(logging.LoggerAdapter[logging.Logger]):
         return f"ssd-drafter: {msg}", kwargs
 
 
-SAME_LOSS_S = 10.0
-"""Losses within this time are reported once, unless the service refuses a connection."""
-
-
 def untested(host: str, installed: str, tested: Sequence[str]) -> str:
     """Return that a version of a host was not tested; "" for one of `tested`, which may lack their last number."""
     release = installed.partition("+")[0]
@@ -37,27 +31,23 @@ def untested(host: str, installed: str, tested: Sequence[str]) -> str:
 class ConnectionLog:
     """Reports a loss that concerns several connections once, and its end once. Any thread may call it."""
 
-    def __init__(
-        self, address: str, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """address: the drafter's. report: writes a message to the host's log. clock: returns seconds."""
+    def __init__(self, address: str, report: Callable[[str], None]) -> None:
+        """address: the drafter's. report: writes a message to the host's log."""
         self._address = address
         self._report = report
-        self._clock = clock
         self._reasons: set[str] = set()
         """Reported reasons since a connection last worked again."""
-        self._reported_at = -math.inf
+        self._is_lost = False
+        """Whether one of them is not a refusal."""
         self._lock = threading.Lock()
 
     def lost(self, reason: str, is_refused: bool) -> None:
         """Record that a connection was lost. is_refused: whether the service refuses it for good."""
         with self._lock:
-            now = self._clock()
-            if reason in self._reasons or (now < self._reported_at + SAME_LOSS_S and not is_refused):
+            if reason in self._reasons or (self._is_lost and not is_refused):
                 return
             self._reasons.add(reason)
-            if not is_refused:
-                self._reported_at = now
+            self._is_lost |= not is_refused
         self._report(f"no connection to the drafter at {self._address} ({reason}); continuing without drafts")
 
     def resumed(self) -> None:
@@ -65,6 +55,6 @@ class ConnectionLog:
         with self._lock:
             is_reported = bool(self._reasons)
             self._reasons.clear()
-            self._reported_at = -math.inf
+            self._is_lost = False
         if is_reported:
             self._report(f"reconnected to the drafter at {self._address}; drafting resumes")

@@ -21,20 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drafter_service.plugins.draft import (
-    CHECKED,
-    MAX_LENGTH,
-    NO_DRAFT,
-    Draft,
-    TrackedRequest,
-    Turn,
-    checksum,
-    common_length,
-    drafts_of,
-    progress_of,
-    valid_prefix,
-)
-from drafter_service.plugins.namespaces import HostNamespaces, Namespace
+from drafter_service.plugins.draft import NO_DRAFT, Draft, TrackedRequest, Turn, drafts_of, progress_of, valid_prefix
+from drafter_service.plugins.namespaces import HostNamespaces
 from drafter_service.plugins.options import End, HostLimits, RequestOptions, group_of
 from drafter_service.plugins.settings import PluginSettings
 from ssd.errors import Failures, UserError
@@ -95,7 +83,8 @@ class HostSession:
         """Whether a request was started and has not ended."""
         return request_id in self._requests
 
-    def __len__(self) -> int:
+    @property
+    def running(self) -> int:
         """Number of requests that were started and have not ended."""
         return len(self._requests)
 
@@ -119,7 +108,7 @@ class HostSession:
         with self.guarded():
             self._drop(request_id)
             options = options or RequestOptions()
-            request = TrackedRequest(options, len(prompt), checksum(prompt), self._max_length(len(prompt), options))
+            request = TrackedRequest.of(prompt, options, self._limits.context_window)
             self._requests[request_id] = request
             if len(self._requests) > self._limits.max_requests:
                 self._drop(next(iter(self._requests)))
@@ -139,14 +128,8 @@ class HostSession:
         """
         with self.guarded():
             for request_id, tokens in drafts.items():
-                request = self._requests.get(request_id)
-                if request is None or request.verified is not None or not (draft := request.draft.tokens):
-                    continue
-                request.verified = verified = common_length(draft, tokens)
-                if verified == len(draft):
-                    request.allowed = max(request.allowed, 2 * verified)
-                elif verified == len(tokens) != offered.get(request_id):  # The host cut it, and did not replace it.
-                    request.allowed = max(1, verified)
+                if (request := self._requests.get(request_id)) is not None:
+                    request.schedule(tokens, offered.get(request_id))
 
     def record_step(self, tokens: int, sequences: int, seconds: float) -> None:
         """Record a step that the host has run, from which the drafter learns how much to draft.
@@ -265,7 +248,9 @@ class HostSession:
                 "prompt", "a prompt or hints with token ids outside of the vocabulary; the request has no drafts"
             )
             return
-        namespace = self._find(options)
+        namespace = self.namespaces.find(options.adapter, options.salt)
+        if namespace is None:
+            self._report_once("namespaces", "too many cache salts and adapters at a time; some requests have no drafts")
         if namespace is None or namespace.drafter is None:
             return
         namespace.drafter.start(
@@ -277,16 +262,8 @@ class HostSession:
             rollout=options.rollout,
         )
         namespace.running += 1
-        request.namespace, request.sequence_id = namespace, self._sequences
-        request.reported, request.tail = len(prompt), list(prompt[-CHECKED:])
-        request.draft, request.verified = NO_DRAFT, None
+        request.begin(namespace, self._sequences, prompt)
         self._sequences += 1
-
-    def _find(self, options: RequestOptions) -> Namespace | None:
-        namespace = self.namespaces.find(options.adapter, options.salt)
-        if namespace is None:
-            self._report_once("namespaces", "too many cache salts and adapters at a time; some requests have no drafts")
-        return namespace
 
     def _turn(self, index: int, request: TrackedRequest, text: Sequence[int]) -> Turn | None:
         """Return the progress of a request; None if it has no drafts."""
@@ -301,28 +278,16 @@ class HostSession:
             known, tail = text[request.reported :], []
         new = known[len(tail) :]
         added = valid_prefix(new, self._vocab_size)
-        room = self._room(request, length) if len(added) == len(new) else 0
+        room = request.room(length, self._limits.max_draft) if len(added) == len(new) else 0
         verified = (request.verified or 0) if added else 0
         accepted = request.draft.accepted(added, verified) if verified else 0
         return Turn(request, index, added, room, verified, accepted, steps=max(1, len(added) - accepted))
-
-    def _room(self, request: TrackedRequest, length: int) -> int:
-        """Return the maximum draft length after `length` tokens. A step adds one token to the accepted ones."""
-        room = min(self._limits.max_draft, request.allowed, request.max_length - length - 1)
-        if request.options.max_draft is not None:
-            room = min(room, request.options.max_draft)
-        return max(0, room)
-
-    def _max_length(self, prompt_length: int, options: RequestOptions) -> int:
-        """Return the length of its text at which the host ends a request."""
-        longest = self._limits.context_window or MAX_LENGTH
-        return longest if options.max_tokens is None else min(longest, prompt_length + options.max_tokens)
 
     def _restart(self, request: TrackedRequest, text: Sequence[int]) -> None:
         """Begin a request again whose text is not what was reported: the host took output back, or used an id twice."""
         self._end(request, None, learn=False)
         prompt = text[: request.prompt_length]
-        if len(prompt) == request.prompt_length and checksum(prompt) == request.prompt_checksum:
+        if request.has_prompt(prompt):
             self._begin(request, prompt)
         else:
             self._report_once("prompt changed", "a request's prompt changed while it ran; it has no more drafts")
@@ -345,7 +310,8 @@ class HostSession:
                 self._report_once(kind, message)
         except Exception as problem:
             for turn in turns:
-                self._abandon(turn.request)
+                with suppress(Exception):  # Its state at the drafter is unknown. The cause is reported below.
+                    self._end(turn.request, None, learn=False)
             self._fail(problem)
             return [NO_DRAFT] * len(turns)
         self._failures.succeeded()
@@ -359,28 +325,18 @@ class HostSession:
 
     def _commit(self, turn: Turn) -> None:
         """Record that the drafter knows the tokens of a turn."""
-        request = turn.request
         if not turn.added:
             return
         self.counters.steps += turn.steps
         self.counters.verified += turn.verified
         self.counters.accepted += turn.accepted
-        request.reported += len(turn.added)
-        request.tail = [*request.tail, *turn.added[-CHECKED:]][-CHECKED:]
-        request.draft, request.verified = NO_DRAFT, None
+        turn.request.commit(turn.added)
 
     def _drop(self, request_id: Hashable) -> None:
         """Forget a request without learning it."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._end(request, None, learn=False)
-
-    def _abandon(self, request: TrackedRequest) -> None:
-        """End a sequence whose state at the drafter is unknown; its request has no more drafts."""
-        try:
-            self._end(request, None, learn=False)
-        except Exception:  # The cause is reported by the caller.
-            request.namespace = None
 
     def _end(self, request: TrackedRequest, turn: Turn | None, *, learn: bool) -> None:
         """End a request's sequence. turn: its last tokens; None if there are none."""

@@ -11,7 +11,6 @@ inherits the host's and is made when it is first used: TensorRT-LLM is imported 
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -65,9 +64,7 @@ def drafter_class() -> type:
             `SSD_PLUGIN`. Raises ValueError if max_draft_len is not positive or without a vocabulary size, and UserError
             for settings that are not valid.
             """
-            lengths = {"max_draft_len": max_draft_len, "max_total_draft_tokens": max_draft_len}
-            accepted = inspect.signature(Drafter.__init__).parameters
-            super().__init__(**{name: value for name, value in lengths.items() if name in accepted})
+            super().__init__(max_draft_len=max_draft_len, max_total_draft_tokens=max_draft_len)
             self.max_draft_len = max_draft_len
             own = host_settings(settings, "tensorrt_llm", str(model), vocab_size or 0, LOG.warning)
             if not own.model.vocab_size:
@@ -128,7 +125,8 @@ class RequestDrafts:
         if not self._is_enabled:
             return
         with self.session.guarded():
-            running = [request for request in requests if not is_dummy(request)]
+            # The host makes up requests to fill a batch.
+            running = [each for each in requests if not (each.is_attention_dp_dummy or each.is_cuda_graph_dummy)]
             texts = [(request.py_request_id, request.get_tokens(0)) for request in running]
             for request, (request_id, text) in zip(running, texts, strict=True):
                 if request_id not in self.session:
@@ -158,11 +156,6 @@ def options_of(request: Any) -> RequestOptions:
         salt="" if salt is None else str(salt),
         adapter="" if adapter is None else str(adapter),
     )
-
-
-def is_dummy(request: Any) -> bool:
-    """Return whether the host made up a request to fill a batch."""
-    return bool(request.is_attention_dp_dummy or request.is_cuda_graph_dummy)
 
 
 def reason_against() -> str:

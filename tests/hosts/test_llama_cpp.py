@@ -15,7 +15,7 @@ import pytest
 from drafter_service.client.identity import model_identity
 from drafter_service.plugins.llama_cpp import LOG, TESTED, SsdDraftModel, model_of
 from tests.drafter_service.plugins import signatures
-from tests.drafter_service.plugins.helpers import use_equal_steps
+from tests.drafter_service.plugins.helpers import session_of, use_equal_steps
 from tests.servers import served
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; `make hosts` installs it")
@@ -156,8 +156,8 @@ def test_a_killed_sidecar_costs_drafts_only(llama, plain, address, log):
 
 
 def wait_for_connection(ssd):
-    ssd.session.open()
-    drafter = ssd.session.namespaces.find("", "").drafter
+    session_of(ssd).open()
+    drafter = session_of(ssd).namespaces.find("", "").drafter
     until = time.monotonic() + 30
     while drafter.lost is not None and time.monotonic() < until:
         time.sleep(0.05)

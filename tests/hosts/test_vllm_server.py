@@ -19,9 +19,8 @@ if importlib.util.find_spec("vllm") is None:
 
 import openai
 
-from tests.hosts.test_vllm import says_lost_and_resumed
+from tests.hosts.test_vllm import prompts, report, says_lost_and_resumed
 from tests.hosts.vllm_files import CHAT_TEMPLATE, make_adapter, make_correction
-from tests.hosts.vllm_scenarios import prompts, report
 from tests.hosts.vllm_server import DEADLINE_S, vllm_server
 from tests.servers import served
 

@@ -12,9 +12,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from drafter_service.ingest.documents import Faults, Item
+from drafter_service.ingest.documents import Faults, Item, Origin
 from drafter_service.ingest.files import File
-from drafter_service.ingest.origins import Origin
 from drafter_service.ingest.pipeline import LoadProgress, check_readable, read_all
 from drafter_service.ingest.reading import Reading, tokenize
 from ssd.errors import UserError

@@ -54,13 +54,13 @@ class SsdDraftModel:
         LlamaDraftModel.register(type(self))
         own = read_settings(settings, deadline_s=DEADLINE_S)
         own = replace(own, model=model_of(llama, own.folder), host=name_and_version("llama-cpp-python"))
-        self.session = HostSession(own, HostLimits(max_draft, llama.n_vocab(), llama.n_ctx()), LOG.warning)
+        self._session = HostSession(own, HostLimits(max_draft, llama.n_vocab(), llama.n_ctx()), LOG.warning)
         self._request_id = 0
         self._text = np.empty(0, np.intc)
         """Text of the running request; empty if there is none."""
         self._draft: list[int] = []
         """The draft that the host got after it."""
-        self._clock = StepClock(self.session)
+        self._clock = StepClock(self._session)
         reason = untested("llama-cpp-python", llama_cpp.__version__, TESTED)
         self._is_supported = not reason
         if reason:
@@ -69,13 +69,13 @@ class SsdDraftModel:
     @property
     def counters(self) -> DraftCounters:
         """Totals of all requests so far."""
-        return self.session.counters
+        return self._session.counters
 
     def __call__(self, input_ids: np.ndarray, /, **_: Any) -> np.ndarray:
         """Return a draft, int32 [k], of at most `max_draft` tokens. input_ids: int32 [n], prompt and output so far."""
         text = np.array(input_ids, np.intc)  # The host reuses the array.
         draft: list[int] = []
-        with self.session.guarded():
+        with self._session.guarded():
             if self._is_supported:
                 draft = self._next(text)
         return np.array(draft, np.intc)
@@ -83,7 +83,7 @@ class SsdDraftModel:
     def close(self) -> None:
         """End the last request, and close the connection or the embedded drafter."""
         self._finish()
-        self.session.close()
+        self._session.close()
 
     def __enter__(self) -> SsdDraftModel:
         return self
@@ -99,17 +99,17 @@ class SsdDraftModel:
         else:
             self._finish()
             self._request_id += 1
-            self.session.start(self._request_id, text.data)
+            self._session.start(self._request_id, text.data)
         self._text, self._draft = text, []
-        self._draft = self.session.draft([(self._request_id, text.data)])[0]
+        self._draft = self._session.draft([(self._request_id, text.data)])[0]
         # The host verifies all of it: the session leaves room for it in the context window.
-        self.session.schedule({self._request_id: self._draft})
+        self._session.schedule({self._request_id: self._draft})
         self._clock.begin(1 + len(self._draft))
         return self._draft
 
     def _finish(self) -> None:
         if len(self._text):
-            self.session.finish(self._request_id, self._text.data)
+            self._session.finish(self._request_id, self._text.data)
             self._text, self._draft = self._text[:0], []
 
 

@@ -17,6 +17,10 @@ from ssd.budget.padding import Padding
 
 LOG = HostLog("sglang.srt")
 
+PADDING = 0
+"""Token of the nodes beyond the draft, as for the host's NGRAM. They continue the draft's last node as a path: children
+of one node with the same token would be accepted too often when sampling."""
+
 
 def worker_class() -> type:
     """Return the host's worker for NGRAM with the drafts of this module."""
@@ -91,11 +95,6 @@ def broadcast(nodes: np.ndarray, group: Any) -> None:
     import torch
 
     torch.distributed.broadcast(torch.from_numpy(nodes), src=group.ranks[0], group=group.cpu_group)
-
-
-PADDING = 0
-"""Token of the nodes beyond the draft, as for the host's NGRAM. They continue the draft's last node as a path: children
-of one node with the same token would be accepted too often when sampling."""
 
 
 class BatchDrafts:

@@ -45,7 +45,7 @@ class SsdGenerate:
         limits = HostLimits(max_draft, config.vocab_size, context_window, padding=padding_of(max_draft))
         name = model.config.name_or_path
         own = host_settings(settings, "transformers", name, config.vocab_size, LOG.warning, deadline_s=DEADLINE_S)
-        self.session = HostSession(own, limits, LOG.warning)
+        self._session = HostSession(own, limits, LOG.warning)
         self._request_ids = itertools.count()
         self._reported: set[str] = set()
         self._unsupported = unsupported_version(type(model))
@@ -53,7 +53,7 @@ class SsdGenerate:
     @property
     def counters(self) -> DraftCounters:
         """Totals of all calls so far."""
-        return self.session.counters
+        return self._session.counters
 
     def __call__(
         self,
@@ -125,7 +125,7 @@ class SsdGenerate:
 
     def close(self) -> None:
         """Close the connection, or the embedded drafter."""
-        self.session.close()
+        self._session.close()
 
     def __enter__(self) -> SsdGenerate:
         return self
@@ -138,8 +138,8 @@ class SsdGenerate:
     def _decode(self, model: Any, input_ids: Any, options: RequestOptions, arguments: dict[str, Any]) -> Any:
         """Decode with drafts; options: those of each row."""
         if len(input_ids) == 1:
-            return decode_one(self.session, next(self._request_ids), options, model, input_ids, arguments)
-        decoder = BatchDecoder(self.session, model, input_ids, arguments)
+            return decode_one(self._session, next(self._request_ids), options, model, input_ids, arguments)
+        decoder = BatchDecoder(self._session, model, input_ids, arguments)
         rows = range(len(input_ids))
         request_ids = [next(self._request_ids) for _ in rows]
         if options.session:  # Each row of a batch is a conversation of its own.

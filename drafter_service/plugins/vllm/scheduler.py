@@ -18,6 +18,18 @@ from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.vllm.engine import LOG, OptionsReader, end_of, open_session, padding_of, variant_of
 from drafter_service.plugins.vllm.variants import Variant
 
+REPORT = "ssd_report"
+"""Attribute of `SchedulerOutput` that has the `StepReport`."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Requests that begin with a step, and those that ended before it."""
+
+    started: dict[str, RequestOptions]
+    ended: dict[str, tuple[End, int]]
+    """How each request ended, and the length of its text, prompt included."""
+
 
 class SchedulerWithDrafts:
     """The methods that are added to vLLM's scheduler; `scheduler_class` combines the two.
@@ -164,19 +176,6 @@ def scheduler_class() -> type:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return type("Scheduler", (SchedulerWithDrafts, Scheduler), {"__module__": "drafter_service.plugins.vllm"})
-
-
-REPORT = "ssd_report"
-"""Attribute of `SchedulerOutput` that has the `StepReport`."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """Requests that begin with a step, and those that ended before it."""
-
-    started: dict[str, RequestOptions]
-    ended: dict[str, tuple[End, int]]
-    """How each request ended, and the length of its text, prompt included."""
 
 
 class SchedulerWithReports:

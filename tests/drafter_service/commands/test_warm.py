@@ -95,7 +95,7 @@ def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
 
     def watched(documents):
         accept(documents)
-        held.append(sum(len(document.tokens) + 1 for document in sink._waiting))
+        held.append(sum(len(tokens) + 1 for tokens, *_ in sink._waiting))
 
     sink.accept = watched
     files, reading = list_files([str(tmp_path / "a.jsonl")]), Reading(block_bytes=2000)

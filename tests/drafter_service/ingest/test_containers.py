@@ -81,17 +81,19 @@ def test_csv(tmp_path, name, content, outputs, faults):
     assert outputs_in(tmp_path / name) == (outputs, faults)
 
 
-@pytest.mark.parametrize("kind", ["file", "stream", "cut"])
-def test_arrow(tmp_path, kind):
-    table = pa.Table.from_pylist([{**record, "unused": {"x": 1}} for record in RECORDS])
-    new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
-    with new(tmp_path / "a.feather", table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
+@pytest.mark.parametrize("kind", ["parquet", "groups", "file", "stream", "cut"])
+def test_tables_with_columns_of_token_ids(tmp_path, kind):
+    table, path = pa.Table.from_pylist([{**record, "unused": {"x": 1}} for record in RECORDS]), tmp_path / "table"
+    if kind in ("parquet", "groups"):
+        pq.write_table(table, path, row_group_size=7 if kind == "groups" else 1000)
+    else:
+        with (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
     if kind == "cut":
-        (tmp_path / "a.feather").write_bytes((tmp_path / "a.feather").read_bytes()[:8000])
-    documents, reading = documents_in(tmp_path / "a.feather", reading=small())
+        path.write_bytes(path.read_bytes()[:8000])
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents) == [f"{path}:{row}" for row in range(1, len(documents) + 1)]
     assert list(documents.values()) == LEARNED[: len(documents)]
-    assert list(documents)[-1] == f"{tmp_path}/a.feather:{len(documents)}"
     assert (len(documents) < 50, reading.faults.count) == ((True, 1) if kind == "cut" else (False, 0))
 
 
@@ -205,17 +207,6 @@ def test_messages_pass_through_the_chat_template(tmp_path, vocabulary):
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
     (document,) = documents_in(path, reading=Reading(vocabulary))[0].values()
     assert document == tokenized("<|user|>import os<|end|><|assistant|>")[-PREFIX_TOKENS:] + tokenized("def f")
-
-
-@pytest.mark.parametrize("group_rows", [7, 1000])
-def test_parquet(tmp_path, group_rows):
-    path = tmp_path / "a.parquet"
-    table = pa.Table.from_pylist([{**record, "unused": {"x": 1}} for record in RECORDS])
-    pq.write_table(table, path, row_group_size=group_rows)
-    documents, reading = documents_in(path, reading=small())
-    assert list(documents) == [f"{path}:{row}" for row in range(1, 51)]
-    assert list(documents.values()) == LEARNED
-    assert reading.faults.count == 0
 
 
 def test_parquet_with_gaps(tmp_path):

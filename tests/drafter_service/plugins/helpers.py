@@ -37,6 +37,11 @@ def use_equal_steps(monkeypatch, module):
     monkeypatch.setattr(f"drafter_service.plugins.{module}.perf_counter", lambda: float(next(ticks)))
 
 
+def session_of(plugin):
+    """Return the session of an object that users have, which does not show it."""
+    return plugin._session
+
+
 def corpus_of(session, adapter="", salt=""):
     """Return the corpus of an embedded drafter, which has indexed what it learned."""
     corpus = session.namespaces.find(adapter, salt).drafter.corpus

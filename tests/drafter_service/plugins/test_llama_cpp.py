@@ -9,7 +9,7 @@ import pytest
 from drafter_service.client.identity import model_identity
 from drafter_service.plugins.llama_cpp import LOG, TESTED, SsdDraftModel, model_of
 from tests.drafter_service.plugins import signatures
-from tests.drafter_service.plugins.helpers import corpus_of, plain, target, use_equal_steps
+from tests.drafter_service.plugins.helpers import corpus_of, plain, session_of, target, use_equal_steps
 
 VOCAB_SIZE = 50
 CONTEXT = 80
@@ -97,15 +97,15 @@ def test_outputs_are_those_without_drafts(llama, ssd):
         before = llama.steps
         assert [generated(llama, prompt) for prompt in PROMPTS] == [plain(prompt) for prompt in PROMPTS]
         steps.append(llama.steps - before)
-        corpus_of(ssd.session)
+        corpus_of(session_of(ssd))
     assert steps[1] < steps[0] < 30 * len(PROMPTS)
 
 
 def test_a_request_is_one_sequence_and_the_next_one_ends_it(llama, ssd, monkeypatch):
     started, finished = [], []
-    start, finish = ssd.session.start, ssd.session.finish
-    monkeypatch.setattr(ssd.session, "start", lambda *told: (started.append(list(told[1])), start(*told)))
-    monkeypatch.setattr(ssd.session, "finish", lambda *told: (finished.append(list(told[1])), finish(*told)))
+    start, finish = session_of(ssd).start, session_of(ssd).finish
+    monkeypatch.setattr(session_of(ssd), "start", lambda *told: (started.append(list(told[1])), start(*told)))
+    monkeypatch.setattr(session_of(ssd), "finish", lambda *told: (finished.append(list(told[1])), finish(*told)))
     texts = [prompt + generated(llama, prompt) for prompt in [*PROMPTS, PROMPTS[-1]]]
     ssd.close()
     assert [text[: len(begun)] for begun, text in zip(started, texts, strict=True)] == started
@@ -117,14 +117,14 @@ def test_a_request_is_one_sequence_and_the_next_one_ends_it(llama, ssd, monkeypa
 def test_the_next_turn_of_a_conversation_is_a_new_request(llama, ssd):
     turn = PROMPTS[0] + generated(llama, PROMPTS[0])
     assert generated(llama, [*turn, 20, 21]) == plain([*turn, 20, 21])
-    assert (corpus_of(ssd.session).requests, len(ssd.session)) == (1, 1)
+    assert (corpus_of(session_of(ssd)).requests, session_of(ssd).running) == (1, 1)
 
 
 def test_drafts_end_with_the_context_window(llama, ssd):
     tokens = CONTEXT - len(PROMPTS[0]) - 1
     for _ in range(2):
         assert generated(llama, PROMPTS[0], tokens) == plain(PROMPTS[0], tokens)
-        corpus_of(ssd.session)
+        corpus_of(session_of(ssd))
 
 
 def test_drafts_are_arrays_of_the_hosts_type(llama, ssd):

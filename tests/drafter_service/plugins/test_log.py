@@ -2,22 +2,10 @@
 
 import pytest
 
-from drafter_service.plugins.log import SAME_LOSS_S, ConnectionLog
+from drafter_service.plugins.log import ConnectionLog
 
 LOST = "no connection to the drafter at unix:/run/ssd.sock ({}); continuing without drafts"
 RESUMED = "reconnected to the drafter at unix:/run/ssd.sock; drafting resumes"
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture
@@ -26,16 +14,14 @@ def reports():
 
 
 @pytest.fixture
-def log(clock, reports):
-    return ConnectionLog("unix:/run/ssd.sock", reports.append, clock)
+def log(reports):
+    return ConnectionLog("unix:/run/ssd.sock", reports.append)
 
 
-def test_a_loss_of_several_connections_is_reported_once_and_so_is_its_end(log, reports, clock):
+def test_a_loss_of_several_connections_is_reported_once_and_so_is_its_end(log, reports):
     for number in range(2):
-        clock.now += 2 * SAME_LOSS_S
         log.lost("it ended the stream", is_refused=False)
         log.lost("connection reset", is_refused=False)
-        clock.now += 2 * SAME_LOSS_S
         log.lost("it ended the stream", is_refused=False)
         log.resumed()
         log.resumed()

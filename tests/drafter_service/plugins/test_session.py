@@ -42,6 +42,13 @@ def session():
     assert not reports
 
 
+@pytest.fixture
+def host():
+    host = SimulatedHost()
+    yield host
+    host.session.close()
+
+
 @pytest.mark.parametrize(
     ("limits", "options", "longest"),
     [
@@ -93,24 +100,20 @@ def test_a_host_that_verifies_nothing_in_a_step_gets_drafts_again(session):
     assert len(session.draft([("a", [*LOOP, draft[0]])])[0]) == 1
 
 
-def test_a_step_that_did_not_end_verified_nothing():
-    host = SimulatedHost()
+def test_a_step_that_did_not_end_verified_nothing(host):
     host.add("a", LOOP, RequestOptions())
     host.draft(["a"])
     host.session.schedule({"a": host.requests["a"].draft})
     host.session.finish("a", LOOP)
     [told] = host.drafters["", ""].learned
     assert (told.offered > 0, told.verified, told.steps) == (True, 0, 0)
-    host.session.close()
 
 
-def test_an_output_that_ends_before_its_last_draft_is_learned_as_it_was_reported():
-    host = SimulatedHost()
+def test_an_output_that_ends_before_its_last_draft_is_learned_as_it_was_reported(host):
     host.add("a", LOOP, RequestOptions())
     host.session.draft([("a", [*LOOP, 4, 5, 6])])
     host.session.finish("a", [*LOOP, 4])
     assert [(told.prompt, told.output) for told in host.drafters["", ""].learned] == [(LOOP, [4, 5, 6])]
-    host.session.close()
 
 
 def test_what_the_plugin_itself_cut_does_not_limit_the_next_drafts(session):
@@ -129,13 +132,11 @@ def test_of_too_many_requests_the_least_recently_drafted_one_is_dropped():
     session.close()
 
 
-def test_a_batch_is_one_call():
-    host = SimulatedHost()
+def test_a_batch_is_one_call(host):
     for name in "abc":
         host.add(name, LOOP, RequestOptions())
     host.draft(["a", "b", "c"])
     assert host.drafters["", ""].calls == 1
-    host.session.close()
 
 
 @pytest.mark.parametrize(
@@ -148,13 +149,11 @@ def test_a_batch_is_one_call():
         (End.FINISHED, {"private": True}, False),
     ],
 )
-def test_what_is_learned(end, options, is_learned):
-    host = SimulatedHost()
+def test_what_is_learned(host, end, options, is_learned):
     host.add("a", LOOP, RequestOptions(**options))
     host.step(["a"])
     host.end("a", end)
     assert len(host.drafters["", ""].learned) == is_learned
-    host.session.close()
 
 
 def test_hints_are_drafted_from(session):
@@ -184,8 +183,7 @@ def test_namespaces_are_named_by_a_hash_of_salt_and_adapter():
     assert all("@" in name and "lora" not in name for name in names)
 
 
-def test_namespaces_are_few():
-    host = SimulatedHost()
+def test_namespaces_are_few(host):
     for number in range(MAX_NAMESPACES + 2):
         host.add(str(number), LOOP, RequestOptions(salt=str(number)))
         assert (host.told(str(number)) is not None) == (number < MAX_NAMESPACES)
@@ -194,17 +192,14 @@ def test_namespaces_are_few():
     host.end("0")
     host.add("next", LOOP, RequestOptions(salt="next"))
     assert host.told("next") is not None
-    host.session.close()
 
 
-def test_the_namespace_that_was_not_used_for_longest_makes_room():
-    host = SimulatedHost()
+def test_the_namespace_that_was_not_used_for_longest_makes_room(host):
     names = [str(number) for number in range(MAX_NAMESPACES)]
     for name in [*names, names[0], "next"]:
         host.add(name, LOOP, RequestOptions(salt=name))
         host.end(name)
     assert [salt for _, salt in host.session.namespaces.opened] == [*names[2:], names[0], "next"]
-    host.session.close()
 
 
 def test_sessions_of_two_users_differ():

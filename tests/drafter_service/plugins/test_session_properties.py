@@ -114,7 +114,7 @@ class HostMachine(RuleBasedStateMachine):
     @invariant()
     def is_bounded(self):
         session = self.host.session
-        assert len(session._requests) <= LIMITS.max_requests
+        assert session.running <= LIMITS.max_requests
         assert len(session.namespaces.opened) <= MAX_NAMESPACES
         tracked = [each for each in session._requests.values() if each.namespace is not None]
         for drafter in self.host.drafters.values():

@@ -14,11 +14,6 @@ from tests.drafter_service.plugins.helpers import corpus_of, lines_of, plain, ve
 
 MAX_DRAFT = 4
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
-INITS = {
-    "1.2.0rc": "(self, max_concurrency=None)",
-    "1.2": "(self, max_draft_len=None, max_total_draft_tokens=None, max_concurrency=None, draft_len_schedule=None)",
-}
-"""Parameters of the host's `Drafter`, by version."""
 
 
 class Request:
@@ -41,11 +36,9 @@ class Request:
         return self.tokens[self.py_orig_prompt_len :]
 
 
-@pytest.fixture(params=INITS)
-def drafter_class(request, monkeypatch):
-    recorded = signatures.load("tensorrt_llm")
-    recorded["tensorrt_llm._torch.speculative.drafter"]["Drafter"]["__init__"] = INITS[request.param]
-    signatures.stand_in(recorded, monkeypatch)
+@pytest.fixture
+def drafter_class(monkeypatch):
+    signatures.stand_in(signatures.load("tensorrt_llm"), monkeypatch)
     monkeypatch.setattr("tensorrt_llm._utils.mpi_world_size", lambda: 1)
     monkeypatch.setattr(plugin, "version", lambda _: "1.2.1")
     plugin.drafter_class.cache_clear()

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafter_service.plugins.transformers import SsdGenerate
 from drafter_service.plugins.transformers.generate import LOG
-from tests.drafter_service.plugins.helpers import lines_of
+from tests.drafter_service.plugins.helpers import lines_of, session_of
 from tests.drafter_service.plugins.transformers.generation import FOLDER
 
 
@@ -30,7 +30,7 @@ def ssd(model):
 @pytest.fixture
 def untimed(ssd, monkeypatch):
     """Return the plug-in without durations of steps, on which the lengths of drafts depend."""
-    monkeypatch.setattr(ssd.session, "record_step", lambda *_: None)
+    monkeypatch.setattr(session_of(ssd), "record_step", lambda *_: None)
     return ssd
 
 

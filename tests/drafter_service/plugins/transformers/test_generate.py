@@ -12,7 +12,7 @@ from transformers import GenerationMixin
 from drafter_service.client.identity import model_identity
 from drafter_service.plugins.transformers import SsdGenerate
 from drafter_service.plugins.transformers.support import PRIVATE_NAMES, TESTED
-from tests.drafter_service.plugins.helpers import corpus_of
+from tests.drafter_service.plugins.helpers import corpus_of, session_of
 from tests.drafter_service.plugins.transformers.generation import FOLDER, PROMPTS, TOKENS, generated, ids
 from tests.drafter_service.raw import eventually
 
@@ -61,13 +61,13 @@ def test_a_request_whose_reader_is_gone_ends(model, tokenizer, ssd):
     inputs = ids(tokenizer, PROMPTS[0])
     with pytest.raises(RuntimeError, match="the reader is gone"):
         generated(model, inputs, custom_generate=ssd, streamer=RecordingStreamer(inputs.shape[1] + 5))
-    assert len(ssd.session) == 0
-    assert corpus_of(ssd.session).tokens == 0
+    assert session_of(ssd).running == 0
+    assert corpus_of(session_of(ssd)).tokens == 0
 
 
 def test_private_text_is_not_learned(model, tokenizer, ssd):
     generated(model, ids(tokenizer, PROMPTS[0]), custom_generate=ssd, ssd_private=True, ssd_session="chat")
-    assert corpus_of(ssd.session).tokens == 0
+    assert corpus_of(session_of(ssd)).tokens == 0
 
 
 def test_within_the_block_generate_uses_drafts(model, tokenizer, ssd):
@@ -135,9 +135,9 @@ def test_without_a_sidecar_there_are_no_drafts(model, tokenizer, log):
 
 def test_a_model_is_identified_by_its_folder(model, log):
     with SsdGenerate(model) as ssd:
-        assert ssd.session.namespaces._settings.model == model_identity(FOLDER)
+        assert session_of(ssd).namespaces._settings.model == model_identity(FOLDER)
     with SsdGenerate(model, folder="/nonexistent") as ssd:
-        assert ssd.session.namespaces._settings.model.tokenizer == ""
+        assert session_of(ssd).namespaces._settings.model.tokenizer == ""
     assert "/nonexistent" in log[0]
 
 

@@ -53,7 +53,7 @@ def make_engine(request, monkeypatch):
         if not engine.is_asynchronous:  # Steps in flight run on after their request was aborted.
             assert counters.verified <= engine.drafted
             assert counters.accepted <= engine.accepted
-        assert len(session_of(engine)) == 0
+        assert session_of(engine).running == 0
         engine.scheduler.shutdown()
 
 

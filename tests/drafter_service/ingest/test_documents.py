@@ -2,7 +2,7 @@
 
 import pytest
 
-from drafter_service.ingest.origins import Origin, origin_of
+from drafter_service.ingest.documents import Origin, origin_of
 
 MOMENT = 1_700_000_000.0
 
