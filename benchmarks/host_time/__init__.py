@@ -89,16 +89,16 @@ class Steps:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._total: list[float] = []
+        self.total: list[float] = []
         self._stages: list[list[float]] = []
         self._committed = self._produced = 0
 
     def __len__(self) -> int:
-        return len(self._total)
+        return len(self.total)
 
     def add(self, total: float, stages: list[float], committed: int, produced: int) -> None:
         """Add a step: its seconds, those of `STAGES`, and the tokens and the number of sequences that it produced."""
-        self._total.append(total)
+        self.total.append(total)
         self._stages.append(stages)
         self._committed += committed
         self._produced += produced
@@ -108,7 +108,7 @@ class Steps:
 
         has_other: whether median, p90 and mean are of whole steps, or else of the stages' sum.
         """
-        total, stages = 1e3 * np.array(self._total[first:]), 1e3 * np.array(self._stages[first:])
+        total, stages = 1e3 * np.array(self.total[first:]), 1e3 * np.array(self._stages[first:])
         shown, critical = total if has_other else stages.sum(axis=1), self._device.critical
         return {
             "median": float(np.median(shown)),

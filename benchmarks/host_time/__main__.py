@@ -65,7 +65,8 @@ def main() -> None:
         if options.against:
             trees[options.against] = stack.enter_context(checkout(options.against))
         measured = [(drafter, tree) for drafter in options.drafters for tree in trees]
-        measured += [(row, "this") for row in vllm_rows(options.hosts)]
+        if not options.server:
+            measured += [(row, "this") for row in vllm_rows(options.hosts)]
         cases = [(at_once, drafter, tree) for at_once in options.at_once for drafter, tree in measured]
         runs = {case: partial(run_process, options, trees[case[2]], f"{case[1]}:{case[0]}") for case in cases}
         found = columns(alternated(runs, range(options.rounds)))
@@ -85,7 +86,9 @@ def main() -> None:
         if len(points) > 1:
             slope = 1e3 * float(np.polyfit(*zip(*points, strict=True), 1)[0])
             print(f"{drafter}, {tree}: {slope:.1f} us per sequence")
-    report({"commit": source_commit(), "trace": options.trace.name, "rows": rows}, options.out)
+    report(
+        {"commit": source_commit(), "trace": options.trace.name, "server": options.server, "rows": rows}, options.out
+    )
 
 
 def vllm_rows(hosts: Path) -> list[str]:
@@ -108,6 +111,7 @@ def run_process(options: argparse.Namespace, tree: Path, case: str, number: int)
         (options.hosts / "bin" / "python").absolute() if is_vllm else sys.executable,
         "-m", "benchmarks.host_time", "--case", case, "--trace", options.trace.absolute(),
         "--steps", str(options.steps), "--gpu", options.gpu, "--model-size", options.model_size,
+        *(["--server"] if options.server else []), *(["--mixed"] if options.mixed else []),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     if is_vllm:
@@ -144,6 +148,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, default=400, help="measured steps of a case in a round")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--hosts", type=Path, default=HOSTS, help=f"virtual environment with vLLM ({HOSTS})")
+    parser.add_argument(
+        "--server", action="store_true", help="run the server's engine process, with a pipe to another, without vLLM"
+    )
+    parser.add_argument("--mixed", action="store_true", help="let two of 64 requests want log-probabilities or a bias")
     parser.add_argument("--against", metavar="COMMIT", help="also measure the tree of another commit")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--model-size", default="8b")

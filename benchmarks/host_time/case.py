@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +19,11 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.bench import SHAPES, random_model
-from benchmarks.gpu.requests import learn
+from benchmarks.gpu.requests import Item, learn
 from benchmarks.host_time import MAX_DRAFT, MAX_POSITIONS, STAGES, Device, Steps, recorded_items, step_tokens
 from drafter_service.observability.measuring.sidecar import running_sidecar
+from engine.api.messages import RequestEnded, SubmitRequest
+from engine.api.worker import Worker
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
 from engine.drafters.tokens import adapt
@@ -28,6 +33,8 @@ from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, FixedStep,
 from engine.executor.runner import Runner
 from engine.executor.transfer import PendingArray
 from engine.scheduling.plan import StepPlan
+from engine.scheduling.report import StepReport
+from engine.scheduling.request import Request
 from engine.speculation.selection import DraftSelection
 from ssd.budget.curve import StepCurve
 from ssd.budget.roofline import roofline
@@ -110,6 +117,8 @@ def run_case(drafter: str, at_once: int, options: argparse.Namespace) -> dict[st
     options: those of the command line.
     """
     learned, served, vocabulary = recorded_items(options.trace)
+    if options.mixed:
+        served = mixed(served)
     curve = StepCurve.from_profile(roofline(options.gpu, options.model_size))
     shape = replace(SHAPES["tiny"], vocab_size=vocabulary, num_layers=1, max_positions=MAX_POSITIONS)
     config = EngineConfig(
@@ -130,16 +139,81 @@ def run_case(drafter: str, at_once: int, options: argparse.Namespace) -> dict[st
         # As the server does.
         gc.collect()
         gc.freeze()
+        count = options.steps + options.steps // 4
+        measured = partial(measured_step, engine.step, steps, device)
+        if options.server:
+            turns = serve_to_process(engine, measured, [item.request for item in served], at_once, count)
+            beyond = np.array(turns) - np.array(steps.total[: len(turns)])
+            figures = steps.figures(options.steps // 4, has_other=True)
+            return {**figures, "beyond the loop": 1e3 * float(np.median(beyond[options.steps // 4 :]))}
         for _ in range(at_once):
             engine.add(next(arrivals).request)
-        while len(steps) < options.steps + options.steps // 4:
-            began, before = time.perf_counter(), device.seconds
-            report = engine.step()
-            device_s = device.seconds - before
-            total = time.perf_counter() - began - device_s
-            stages = {stage: getattr(report.times, stage) for stage in STAGES}
-            stages["forward"] -= device_s
-            steps.add(total, [*stages.values()], report.committed, report.produced)
-            for _ in report.finished:
+        while len(steps) < count:
+            for _ in measured().finished:
                 engine.add(next(arrivals).request)
         return steps.figures(options.steps // 4, has_other=True)
+
+
+def mixed(items: Sequence[Item]) -> list[Item]:
+    """Return items of which one in 64 wants log-probabilities, and another one a bias."""
+    wishes = {0: {"logprobs": 0}, 32: {"logit_bias": {1: 1.0}}}
+    found = []
+    for number, item in enumerate(items):
+        sampling = replace(item.request.sampling, **wishes.get(number % 64, {}))
+        found.append(item._replace(request=replace(item.request, sampling=sampling)))
+    return found
+
+
+def measured_step(step: Callable[[], StepReport], steps: Steps, device: Device) -> StepReport:
+    """Run a step of an engine, and record its durations without those of the device."""
+    began, before = time.perf_counter(), device.seconds
+    report = step()
+    device_s = device.seconds - before
+    total = time.perf_counter() - began - device_s
+    stages = {stage: getattr(report.times, stage) for stage in STAGES}
+    stages["forward"] -= device_s
+    steps.add(total, [*stages.values()], report.committed, report.produced)
+    return report
+
+
+def serve_to_process(
+    engine: Engine, step: Callable[[], StepReport], requests: Sequence[Request], at_once: int, count: int
+) -> list[float]:
+    """Run `count` steps in the engine process of the HTTP server; return the seconds of each turn of its loop."""
+    own, other = Pipe()
+    # Not forked: threads of gRPC may hold locks.
+    process = get_context("spawn").Process(target=submit_requests, args=(other, requests, at_once), daemon=True)
+    process.start()
+    other.close()
+    turns: list[float] = []
+    last = time.perf_counter()
+
+    def timed_step() -> StepReport:
+        nonlocal last
+        report = step()
+        now = time.perf_counter()
+        turns.append(now - last)
+        last = now
+        if len(turns) >= count:
+            raise EOFError
+        return report
+
+    engine.step = timed_step  # type: ignore[method-assign]
+    with suppress(EOFError):
+        Worker(engine, own).run()
+    process.kill()
+    process.join()
+    return turns
+
+
+def submit_requests(connection: Connection, requests: Sequence[Request], at_once: int) -> None:
+    """Submit requests as others end, in place of the HTTP process."""
+    arrivals = enumerate(cycle(requests))
+    with suppress(EOFError, OSError):
+        connection.recv()
+        for _ in range(at_once):
+            connection.send(SubmitRequest(*next(arrivals)))
+        while True:
+            for event in connection.recv():
+                if isinstance(event, RequestEnded):
+                    connection.send(SubmitRequest(*next(arrivals)))

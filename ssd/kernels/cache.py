@@ -161,7 +161,8 @@ def _describe(value: Any, functions: list[FunctionType]) -> str:
         return f"{value.__qualname__} {value._fields} {_describe(value._field_defaults, functions)}"
     module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", type(value).__module__)
     if str(module).split(".")[0] in LIBRARIES:
-        return f"{module} {getattr(value, '__qualname__', value)}"
+        # The text of a module contains the folder where it is installed.
+        return f"{module} {getattr(value, '__qualname__', '' if isinstance(value, ModuleType) else value)}"
     if isinstance(getattr(value, "__wrapped__", None), FunctionType):  # a compiled function or an intrinsic
         functions.append(value.__wrapped__)
         return f"{value.__wrapped__.__qualname__} {_describe(getattr(value, 'targetoptions', None), functions)}"

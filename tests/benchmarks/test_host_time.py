@@ -15,8 +15,8 @@ from engine.engine import Engine
 from engine.executor.fixed_step import INPUT_COLUMNS
 
 
-@pytest.mark.parametrize("drafter", ["none", "ssd"])
-def test_all_outputs_are_the_recorded_ones(recorded, monkeypatch, drafter):
+@pytest.mark.parametrize(("drafter", "more"), [("none", []), ("ssd", []), ("ssd", ["--mixed"]), ("ssd", ["--server"])])
+def test_all_outputs_are_the_recorded_ones(recorded, monkeypatch, drafter, more):
     outputs, step = [], Engine.step
 
     def observed(engine):
@@ -25,13 +25,14 @@ def test_all_outputs_are_the_recorded_ones(recorded, monkeypatch, drafter):
         return report
 
     monkeypatch.setattr(Engine, "step", observed)
-    figures = run_case(drafter, 3, build_parser().parse_args(["--trace", str(recorded), "--steps", "40"]))
+    figures = run_case(drafter, 3, build_parser().parse_args(["--trace", str(recorded), "--steps", "40", *more]))
     assert len(outputs) > 2
     # Each output of the recording is the second half of the same 40 tokens, later with other ids of tokens.
     assert {len(output) for output in outputs} == {20}
     assert len({tuple(map(output.tolist().index, output.tolist())) for output in outputs}) == 1
     assert outputs[0].tolist() == outputs[1].tolist()
     assert figures["tokens per step"] == 1 if drafter == "none" else figures["tokens per step"] > 2
+    assert ("beyond the loop" in figures) == ("--server" in more)
 
 
 def test_a_step_commits_the_accepted_tokens_and_one_more():
