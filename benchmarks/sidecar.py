@@ -32,7 +32,6 @@ from benchmarks.support.load import (
     client_of,
     fill,
 )
-from drafter_service.client.replica import ReplicaClient
 from drafter_service.observability.measuring.rounds import alternated, columns, median_of, median_ratio
 from drafter_service.observability.measuring.sidecar import running_sidecar
 from ssd.config import DrafterConfig
@@ -49,6 +48,8 @@ Results = dict[str, float]
 
 def measure_steps(address: str, corpus_tokens: int) -> Results:
     """Compare steps over a Unix socket with those of an embedded drafter and of a replica that have the same corpus."""
+    from drafter_service.client.replica import ReplicaClient  # It imports numba.
+
     corpus = ssd.Corpus(corpus_tokens)
     for text in Writer(CORPUS_SEED).take(corpus_tokens):
         corpus.append(text)

@@ -77,10 +77,7 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the function compiled for a signature; None if it is not in the cache."""
         self._select_file(sig)
-        try:
-            return super().load_overload(sig, target_context)
-        except ModuleNotFoundError:  # A module that it was compiled from has another name now.
-            return None
+        return super().load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save the function compiled for a signature. Raises UserError if no folder is writable."""

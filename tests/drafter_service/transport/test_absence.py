@@ -56,7 +56,7 @@ def closing_server():
 
 def messages(address):
     """Return the errors of a command and of a client at an address without a drafter."""
-    with pytest.raises(UserError) as of_command, Link(address, None, None, None, None).stub() as (stub, _):
+    with pytest.raises(UserError) as of_command, Link(address=address).stub() as (stub, _):
         stub.ListNamespaces(pb.ListNamespacesRequest())
     with closing(DrafterClient(address, required=False)) as client:
         eventually(lambda: client._connection.last_end is not None)

@@ -144,7 +144,6 @@ def test_a_kernel_is_loaded_after_other_changes(package, module, old, new):
 
 
 def test_a_kernel_is_compiled_again_after_its_module_was_renamed(package):
-    """A compiled kernel has the name of its module, and the digest has not."""
     (package / "former.py").write_text(MODULES["kernels"])
     # In this process numba would find the environments of these kernels in its memory.
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": ""}
