@@ -1,7 +1,8 @@
 """One case of the benchmark in vLLM on a device that answers at once, for the interpreter of build/hosts.
 
 The engine core, scheduler and V1 model runner of vLLM for CPUs run unchanged, with one random layer. Only the forward
-pass and the choice of tokens are replaced: a step yields the recorded outputs. vLLM must be imported before Numba.
+pass and the choice of tokens are replaced: a step yields the recorded outputs. vLLM must start before Numba is
+imported.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,9 +25,11 @@ from vllm.v1.request import Request
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from benchmarks.gpu.requests import Item
 from benchmarks.host_time import MAX_DRAFT, MAX_POSITIONS, STAGES, Device, Steps, recorded_items, step_tokens
 from engine.models.shipped import SHIPPED_MODEL
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.requests import Item
 
 BLOCK_TOKENS = 32
 """Smallest block of vLLM's attention on CPUs."""
@@ -38,8 +41,9 @@ def run_case(method: str, at_once: int, options: argparse.Namespace) -> dict[str
     method: that of vLLM's speculation, or "none". options: those of the command line. Raises ValueError if an output is
     not the recorded one.
     """
-    learned, served, vocabulary = recorded_items(options.trace)
-    core = build(method, at_once, vocabulary)
+    with np.load(options.trace) as trace:
+        core = build(method, at_once, 1 + int(trace["tokens"].max()))
+    learned, served, _ = recorded_items(options.trace)
     runner = core.model_executor.driver_worker.worker.model_runner
     if method == "suffix":
         learn(runner.drafter.suffix_cache, learned)
