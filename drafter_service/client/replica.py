@@ -53,7 +53,8 @@ MAX_TOKENS = 64 << 20
 OWN_TOKENS = 1 << 16
 """Capacity of the corpus that is used while there is no copy; it has no finished text."""
 TRUSTED_S = 30.0
-"""Seconds without a response of the service after which the copy is not used. Forgotten text is offered no longer."""
+"""Largest time in seconds for which a copy is used after the last response that said that it was complete. Forgotten
+text is offered no longer."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Random parts of these are the shortest and the longest pause before the next connection."""
 MANY_NAMES = 1 << 10
