@@ -163,7 +163,7 @@ def test_a_sidecar_has_a_namespace_for_each_adapter(folder, merged, server, sock
     assert outputs(engine, submitted) == merged
     completions = engine.generate(submitted)
     assert [completion.tokens.tolist() for completion in completions] == merged
-    drafters = engine.drafter
+    drafters = engine.drafter.inner
     clients = [drafters._base, *drafters._by_adapter.values()]
     assert all(client._decided.wait(60) for client in clients)
     assert len({client.welcome.namespace for client in clients}) == 4
