@@ -29,8 +29,7 @@ from engine.drafters.base import Drafter
 from engine.drafters.device_chain import DeviceChain
 from engine.drafters.draft_forward import DraftForward
 from engine.drafters.tokens import adapt
-from engine.executor.base import Executor, InFlightStep
-from engine.executor.build import Executors, build_executors, with_kv_memory
+from engine.executor.build import Executor, Executors, InFlightStep, build_executors, with_kv_memory
 from engine.executor.graph import GraphStep
 from engine.executor.shapes import Captured
 from engine.models.config import ModelConfig
@@ -40,17 +39,16 @@ from engine.models.tokenizer import Decode
 from engine.models.weights import Source, check_weights, overwrite_weights
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.sampling.stopping import Cut
-from engine.scheduling.commit import ENDED, FULL, UNDECIDED, Counts, commit_results
 from engine.scheduling.draft_usage import is_predicted
 from engine.scheduling.intake import Intake
+from engine.scheduling.kernels import ENDED, FULL, UNDECIDED, Counts, commit_results
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.report import StepReport
+from engine.scheduling.report import StepReport, Stopwatch
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
 from engine.scheduling.result import StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import COMPUTED, IN_FLIGHT
-from engine.scheduling.times import Stopwatch
 from engine.scheduling.turns import Turns
 from engine.speculation.selection import DeviceDrafting, DraftSelection
 from engine.speculation.speculation import Speculation

@@ -22,9 +22,8 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens, token_array
 from ssd.corpus.rollout import Rollout
 from ssd.kernels.probabilities import GLOBAL
-from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex, Unsorted
-from ssd.sequences.running import Running, RunningById
+from ssd.sequences.running import Idle, IdleSessions, Running, RunningById
 from ssd.sequences.tables import IS_SHARED, NO_POINTER, OWNER, POINTERS, TOTALS, Sequences
 from ssd.stats import Stats, VersionTotals
 from ssd.types import PROPOSE_ID, DraftBatch, Drafter, Progress, check_sequence_id, offsets_of

@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.support import forget_peak, peak_bytes
 from drafter_service.observability.measuring.rounds import Timer
 from engine.engine import Engine
+from engine.scheduling.report import StageTimes
 from engine.scheduling.request import Request, SamplingParams
-from engine.scheduling.times import StageTimes
 from ssd.errors import UserError
 from ssd.replay import Recording
 from ssd.types import Drafter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,9 @@ from engine.models.decoder import Decoder
 from engine.models.lora.pool import AdapterPool
 from engine.models.sharding import ShardedDecoder
 from engine.scheduling.pages import PagePool
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.request import SamplingParams
+from engine.scheduling.result import StepResult
 from engine.scheduling.table import rows_for
 from ssd.budget.curve import StepCurve, measured_curve
 
@@ -184,3 +186,21 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
     largest = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
     sizes = [size for size in SIZES if size < largest]
     return measured_curve(run, [*sizes, largest], config.max_sequences)
+
+
+class InFlightStep(Protocol):
+    """A launched step whose results have not been read."""
+
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        """Wait for the results and return them. Outputs are not cut where they end."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps on a device, in the order in which they are launched."""
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Start a step; may return before the device has run it."""
+        ...

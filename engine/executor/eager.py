@@ -10,7 +10,7 @@ from engine.executor.batch import Batch, build_batch, offsets, scored
 from engine.executor.runner import Runner
 from engine.sampling.logprobs import compute_parts
 from engine.sampling.noise import greedy_tokens
-from engine.scheduling.commit import FIRST_TOKEN
+from engine.scheduling.kernels import FIRST_TOKEN
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.speculation.verify import verify_drafts

@@ -6,6 +6,8 @@ head, and commits what it accepts.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from torch import Tensor
 
@@ -13,24 +15,25 @@ from engine.drafters.device_chain import DeviceChain
 from engine.executor.batch import Batch, build_batch
 from engine.executor.eager import score_prompts
 from engine.executor.fixed_step import RESULT_COLUMNS, Kind, StepOutput
-from engine.executor.host_rows import HostRows, host_indices, rows_of
 from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.runner import Runner
 from engine.executor.shapes import SAMPLED as SAMPLED_STEP
 from engine.executor.shapes import StepGrid
 from engine.executor.transfer import PendingArray
-from engine.scheduling.commit import new_pages, write_inputs
+from engine.scheduling.kernels import new_pages, write_inputs
 from engine.scheduling.plan import NO_ROWS, StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import (
     ABSENT,
+    KIND,
     NEEDS_HOST,
     ON_DEVICE,
     SAMPLED,
     TRUNCATES,
     RequestTable,
 )
+from engine.speculation.verify import verify_drafts
 
 Chunks = tuple[StepPlan, Batch, Tensor]
 """Prompt tokens that ran before a step: their plan, their batch, and the logits of its `logit_rows`."""
@@ -169,3 +172,32 @@ class GraphStep:
         if self._host_rows is not None:
             self._host_rows.choose(result)
         return result
+
+
+def host_indices(plan: StepPlan) -> np.ndarray:
+    """Return the indices of the producing sequences that need the host, int64."""
+    return np.flatnonzero(plan.table.state[plan.rows, KIND] & NEEDS_HOST)
+
+
+def rows_of(indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the rows of producing sequences in a step, int64. lengths: int64 [P], numbers of draft tokens."""
+    ends = np.cumsum(1 + lengths)
+    parts = [np.arange(ends[index] - 1 - lengths[index], ends[index]) for index in indices]
+    return np.concatenate([NO_ROWS, *parts])
+
+
+class HostRows(NamedTuple):
+    """The producing sequences of a step that need the host."""
+
+    indices: np.ndarray
+    """int64 [H], in `StepPlan.rows`."""
+    logits: Tensor
+    """float32 [rows, V]: of their last tokens and drafts."""
+
+    def choose(self, result: StepResult) -> None:
+        """Choose the tokens of the sequences that still run."""
+        plan, runs = result.plan, result.plan.still_runs[self.indices]
+        rows = np.flatnonzero(runs.repeat(1 + plan.lengths[self.indices]))
+        logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
+        verify_drafts(result, self.indices[runs], logits)
+        plan.table.state[plan.rows[self.indices[runs]], ON_DEVICE] = ABSENT

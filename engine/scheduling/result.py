@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.drafters.drafts import Drafts
 from engine.drafters.sources import NO_SOURCES
-from engine.scheduling.commit import FIRST_TOKEN, PRODUCED, VERIFIED, Counts
+from engine.scheduling.kernels import FIRST_TOKEN, PRODUCED, VERIFIED, Counts
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, StepPlan
 from engine.scheduling.table import SEQUENCE_ID
 from engine.speculation.draft_tree import depths_of, find_paths
@@ -63,7 +63,7 @@ class StepResult:
     plan: StepPlan
     values: np.ndarray
     """int32 [P, FIRST_TOKEN + W]: numbers of tokens and of verified draft tokens, then accepted draft tokens and the
-    target's own token. See `engine.scheduling.commit`."""
+    target's own token. See `engine.scheduling.kernels`."""
     paths: np.ndarray | None = None
     """int64 [P, W]: indices of the accepted tokens within each draft; None if they are the first ones."""
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class StepResult:
     lengths: np.ndarray = field(init=False)
     """int64 [P]: number of committed tokens of each sequence; 0 for one that had ended before."""
     outcomes: np.ndarray = field(init=False)
-    """int64 [P], see `engine.scheduling.commit`."""
+    """int64 [P], see `engine.scheduling.kernels`."""
     counts: Counts = NOTHING
     """Sums over the sequences; those whose requests decide where they end are added by `add`."""
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.scheduling.kernels import LACKING, PLANNED, allocate_draft_room, plan_decoding
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import NO_ROWS, StepPlan
-from engine.scheduling.planning import LACKING, PLANNED, allocate_draft_room, plan_decoding
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import (
     ADMISSION,

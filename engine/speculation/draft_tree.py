@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from engine.scheduling.commit import FIRST_TOKEN, PRODUCED
+from engine.scheduling.kernels import FIRST_TOKEN, PRODUCED
 from ssd.kernels.jit import BoolRows, IntRows, LongRows, Longs, Nothing, Parents, TokenRows, Tokens, kernel
 from ssd.types import ROOT
 

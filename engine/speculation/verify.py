@@ -22,7 +22,7 @@ from engine.sampling.logprobs import compute_parts
 from engine.sampling.noise import greedy_tokens
 from engine.sampling.processors import Rows, process_logits
 from engine.sampling.sampler import RowSettings, probabilities, row_settings, sample
-from engine.scheduling.commit import FIRST_TOKEN, PRODUCED, VERIFIED
+from engine.scheduling.kernels import FIRST_TOKEN, PRODUCED, VERIFIED
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence

@@ -16,12 +16,11 @@ import numpy as np
 
 from ssd.corpus.live import LiveTier
 from ssd.corpus.memory import trim_heap
-from ssd.corpus.merge import Merge, add_sorted
 from ssd.corpus.requests import Forget, RequestLog, Text
 from ssd.corpus.ring import SEPARATOR, Ring, check_capacity
 from ssd.corpus.suffix_array import keep_positions, usable_positions
 from ssd.corpus.threads import sort_in_threads
-from ssd.corpus.tier import SuffixArray, Tier, empty_suffix_array
+from ssd.corpus.tier import Merge, SuffixArray, Tier, add_sorted, empty_suffix_array
 from ssd.corpus.view import LIVE, View
 from ssd.kernels.match import TIER_TEXT
 

@@ -1,14 +1,16 @@
-"""The running sequences of a drafter by id: their rows in the tables, and what their last drafts offered."""
+"""The running sequences of a drafter by id, with their rows in the tables, and its sessions between two turns."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, KeysView
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, KeysView
 from dataclasses import dataclass
 
 import numpy as np
 
 from ssd.corpus.rollout import NO_TAG, Rollout
+from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.tables import NODES, SIZE, Sequences
 
 NO_ROWS = np.empty(0, np.int64)
@@ -148,3 +150,50 @@ class RunningById:
         """
         rows = np.fromiter(self._row_of.values(), np.int64, len(self._row_of))
         return list(self._row_of), self._tables.used[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Idle:
+    """A session between two turns."""
+
+    local: LocalIndex
+    turns: frozenset[str | None]
+    """Request ids of its turns."""
+    since: float
+    """Time at which its last turn ended, by the corpus's clock."""
+
+
+class IdleSessions:
+    """The idle sessions, the longest idle first."""
+
+    def __init__(self, most_sessions: int, most_tokens: int) -> None:
+        self._most_sessions, self._most_tokens = most_sessions, most_tokens
+        self._sessions: OrderedDict[Hashable, Idle] = OrderedDict()
+        self._tokens = 0
+        """Tokens of all sessions."""
+
+    def keep(self, session: Hashable, idle: Idle) -> None:
+        """Keep a session after a turn, and drop the longest idle ones while there are too many sessions or tokens."""
+        self.pop(session)
+        idle.local.shrink()
+        self._sessions[session] = idle
+        self._tokens += idle.local.size
+        while len(self._sessions) > self._most_sessions or self._tokens > self._most_tokens:
+            self.pop(next(iter(self._sessions)))
+
+    def pop(self, session: Hashable) -> Idle | None:
+        """Remove a session for its next turn and return it; None if it is not kept."""
+        idle = self._sessions.pop(session, None)
+        if idle is not None:
+            self._tokens -= idle.local.size
+        return idle
+
+    def drop(self, is_ended: Callable[[Idle], bool]) -> None:
+        """Drop the sessions for which a condition holds."""
+        for session in [session for session, idle in self._sessions.items() if is_ended(idle)]:
+            self.pop(session)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return sum(idle.local.nbytes for idle in self._sessions.values())

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.drafters.drafts import Drafts, ExtraRows
 from engine.executor.batch import build_batch
-from engine.scheduling.commit import FIRST_TOKEN, PRODUCED
+from engine.scheduling.kernels import FIRST_TOKEN, PRODUCED
 from engine.scheduling.plan import NO_ROWS, StepPlan
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import ADMISSION, COMPUTED, KIND, PAGES, RequestTable

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from ssd.corpus import index, merge, ring, snapshot
+from ssd.corpus import index, ring, snapshot, tier
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import PAD, SEPARATOR
 from ssd.corpus.view import FROZEN
@@ -28,8 +28,8 @@ def tiny_slices() -> Iterator[None]:
         for module in (ring, snapshot):
             patch.setattr(module, "MIN_CAPACITY", 2 * PAD)
         patch.setattr(index, "MIN_GAP", 128)
-        patch.setattr(merge, "PLACES_AT_ONCE", 7)
-        patch.setattr(merge, "COPIED_AT_ONCE", 50)
+        patch.setattr(tier, "PLACES_AT_ONCE", 7)
+        patch.setattr(tier, "COPIED_AT_ONCE", 50)
         yield
 
 

@@ -20,9 +20,8 @@ from engine.commands.options import EngineOptions
 from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.models.tokenizer import Tokenizer
-from engine.scheduling.report import StepReport
+from engine.scheduling.report import StageTimes, StepReport
 from engine.scheduling.request import Completion, Request, SamplingParams
-from engine.scheduling.times import StageTimes
 from ssd.errors import UserError
 
 BATCH = 16

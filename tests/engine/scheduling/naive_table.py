@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from engine.drafters.sources import SOURCE_NAMES
-from engine.scheduling.commit import CONTINUES, DROPPED, ENDED, FULL, UNDECIDED
+from engine.scheduling.kernels import CONTINUES, DROPPED, ENDED, FULL, UNDECIDED
 from engine.scheduling.table import BY_END_TOKENS, BY_REQUEST, SCORED
 
 LAST = len(SOURCE_NAMES) - 1

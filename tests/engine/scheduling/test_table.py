@@ -9,7 +9,7 @@ import pytest
 from engine.drafters.tokens import copy_tokens
 from engine.sampling.grammar import Grammar
 from engine.sampling.stopping import Stopping
-from engine.scheduling import commit, planning, table
+from engine.scheduling import kernels, table
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import UNLIMITED, Sequence
@@ -34,8 +34,8 @@ SETTINGS = [
 
 KERNELS = {
     each.__name__: each
-    for each in (planning.plan_decoding, planning.allocate_draft_room, commit.write_inputs, commit.new_pages,
-                 commit.commit_results)
+    for each in (kernels.plan_decoding, kernels.allocate_draft_room, kernels.write_inputs, kernels.new_pages,
+                 kernels.commit_results)
 }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ class Requests:
             arguments = state, self.table.pages, self.pages.arrays, rows, PAGE_SIZE, ahead, decoding, others
             count, rest = self.kernels.plan_decoding(*arguments)
             planned = naive.plan_decoding(self.running, self.twin_pages, PAGE_SIZE, ahead)
-            if count != planning.LACKING:
+            if count != kernels.LACKING:
                 break
             assert rest == planned
             self.preempt(self.running[-1])
@@ -141,7 +141,7 @@ class Requests:
         if len(self.steps) == 2 or not (ones := self.plan()):
             return
         state, rows, rng = self.table.state, np.array([one.row for one in ones], np.int64), self.rng
-        planned = np.empty((planning.PLANNED, len(rows)), np.int64)
+        planned = np.empty((kernels.PLANNED, len(rows)), np.int64)
         settings = [PAGE_SIZE, *rng.integers((1, 0, 0, 0), (7, 5, 2, 3)).tolist()]
         tables = self.table.pages
         # Those that decode run one token; a larger number has the same effect on pages as that of a chunk.
@@ -150,7 +150,7 @@ class Requests:
         found = self.kernels.allocate_draft_room(state, tables, self.pages.arrays, rows, chunks, *settings, planned)
         expected, *sums = naive.allocate_draft_room(ones, scheduled, self.twin_pages, *settings)
         assert (planned.T.tolist(), list(found)) == (expected, sums)
-        rooms = planned[planning.ROOM]
+        rooms = planned[kernels.ROOM]
         sizes = rng.integers(0, rooms + 1)
         offsets, lengths = offsets_of(sizes), rng.integers(0, sizes + 1)
         tokens = rng.integers(0, VOCAB, offsets[-1]).astype(np.uint32)
@@ -184,14 +184,14 @@ class Requests:
         counts = self.kernels.commit_results(
             state, rows, admissions, results, sources, offsets, lengths, ends, PAGE_SIZE, kept, outcomes
         )
-        twin_counts = np.zeros(len(commit.Counts._fields), int)
+        twin_counts = np.zeros(len(kernels.Counts._fields), int)
         for at, one in enumerate(ones):
             tokens, known = results[at, 2 : 2 + produced[at]], sources[int(offsets[at]) :][: verified[at]]
             expected = naive.commit(one, admissions[at], tokens.tolist(), known.tolist(), int(lengths[at]), (END,))
             assert (kept[at], outcomes[at]) == expected
             twin_counts += naive.counts(one, *expected, len(tokens), PAGE_SIZE)
-            is_ended = outcomes[at] in (commit.ENDED, commit.FULL)
-            if outcomes[at] == commit.UNDECIDED:
+            is_ended = outcomes[at] in (kernels.ENDED, kernels.FULL)
+            if outcomes[at] == kernels.UNDECIDED:
                 cut, is_ended = one.cut(tokens.tolist())
                 one.append(tokens[:cut].tolist(), len(tokens), known.tolist())
                 accepted = known[: min(cut, len(tokens) - 1)]
@@ -254,21 +254,21 @@ def test_the_table_and_its_kernels_equal_their_twins_after_each_event():
 
 def lands_for_later_owners(state, rows, admissions, *rest):
     state[rows, table.IN_FLIGHT] -= state[rows, table.ADMISSION] != admissions
-    return commit.commit_results(state, rows, admissions, *rest)
+    return kernels.commit_results(state, rows, admissions, *rest)
 
 
 def forgets_drafts(state, rows, tokens, offsets, lengths, inputs):
-    commit.write_inputs(state, rows, tokens, offsets, lengths, inputs)
+    kernels.write_inputs(state, rows, tokens, offsets, lengths, inputs)
     state[rows, table.IN_FLIGHT] -= lengths
 
 
 def sends_no_first_page(state, tables, rows, width, added):
     state[rows, table.ON_DEVICE] = np.maximum(state[rows, table.ON_DEVICE], 1)
-    return commit.new_pages(state, tables, rows, width, added)
+    return kernels.new_pages(state, tables, rows, width, added)
 
 
 def ignores_the_watermark(*arguments):
-    return planning.allocate_draft_room(*arguments[:7], 0, *arguments[8:])
+    return kernels.allocate_draft_room(*arguments[:7], 0, *arguments[8:])
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from engine.executor import eager
-from engine.scheduling import times
+from engine.scheduling import report
+from engine.scheduling.report import StageTimes, Stopwatch
 from engine.scheduling.request import Request, SamplingParams
-from engine.scheduling.times import StageTimes, Stopwatch
 from ssd.baselines.none import NoDrafter
 from ssd.types import NO_LIMITS
 from tests.engine.fake_runner import fake_engine
@@ -14,7 +14,7 @@ from tests.engine.fake_runner import fake_engine
 def clock(monkeypatch):
     """A clock that only advances when a test sets it."""
     now = [100.0]
-    monkeypatch.setattr(times, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(report, "perf_counter", lambda: now[0])
     return now
 
 

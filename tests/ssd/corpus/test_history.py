@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssd.corpus import index, live, merge, tier
+from ssd.corpus import index, live, tier
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
 from ssd.corpus.rollout import NO_TAG
@@ -35,9 +35,9 @@ STEPS = [
     (index, "sort_in_threads"),
     (index, "keep_positions"),
     (live, "merge_unsorted"),
-    (merge, "merge_unsorted"),
-    (merge, "find_places"),
-    (merge, "merge_some"),
+    (tier, "merge_unsorted"),
+    (tier, "find_places"),
+    (tier, "merge_some"),
 ]
 """Functions called by a refresh that may fail."""
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd.corpus.merge import Merge, add_sorted
 from ssd.corpus.ring import SEPARATOR, Ring
 from ssd.corpus.suffix_array import sort_positions
-from ssd.corpus.tier import Tier
+from ssd.corpus.tier import Merge, Tier, add_sorted
 from tests import naive
 from tests.ssd.addresses import Text
 from tests.ssd.corpora import tiny_slices

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
+from ssd.sequences.running import Idle, IdleSessions
 
 
 def idle_of(size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.executor.kernels.dispatch import kernel
-from engine.executor.kernels.noise_triton import gumbel, gumbel_bound, key
+from engine.executor.kernels.sample import gumbel, gumbel_bound, key
 
 if TYPE_CHECKING:
     import triton.language as tl
