@@ -203,6 +203,14 @@ class CorpusDrafter(Drafter):
             before.close()
             self._owns_corpus = False
 
+    def withdraw_all(self) -> None:
+        """Stop offering the text of running sequences to others, and end all idle sessions."""
+        self._idle.drop(lambda _: True)
+        for running in self.running:
+            running.is_kept = False
+            self._withdraw(running)
+            self.corpus.hide_running(self._owner_of(running))
+
     def output_of(self, sequence_id: int) -> np.ndarray:
         """Return what a running sequence has committed since it began, uint32 [n]; valid until the next call."""
         running = self.running.get(sequence_id)

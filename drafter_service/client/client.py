@@ -315,6 +315,7 @@ class DrafterClient(Drafter):
         self._check_process()
         with self._lock:
             change()
+            self._check_silence()
             self._watch()
 
     def _await_welcome(self) -> None:

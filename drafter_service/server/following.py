@@ -53,8 +53,11 @@ class FollowStreams:
                     stream.is_sending = False
                     if stream.is_over:
                         stream.task.cancel()
-        except SnapshotError as problem:
-            logger.error("copy not sent", reason=str(problem))
+                        await asyncio.sleep(0)  # Otherwise it would be cancelled while gRPC sends the next response.
+        except (SnapshotError, OSError, MemoryError, RuntimeError) as problem:
+            if isinstance(problem, tuple(REFUSALS)):
+                await context.abort(REFUSALS[type(problem)], str(problem))
+            logger.error("copy not sent", reason=str(problem) or type(problem).__name__)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the service cannot write a snapshot now")
         except tuple(REFUSALS) as refused:
             logger.warning("follower refused", reason=type(refused).__name__)

@@ -239,20 +239,22 @@ class FollowRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., copy: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("namespace", "copy", "snapshot", "changes", "position", "is_current")
+    __slots__ = ("namespace", "copy", "snapshot", "changes", "position", "is_current", "seconds")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     IS_CURRENT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     copy: str
     snapshot: bytes
     changes: _containers.RepeatedCompositeFieldContainer[Change]
     position: int
     is_current: bool
-    def __init__(self, namespace: _Optional[str] = ..., copy: _Optional[str] = ..., snapshot: _Optional[bytes] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., position: _Optional[int] = ..., is_current: bool = ...) -> None: ...
+    seconds: float
+    def __init__(self, namespace: _Optional[str] = ..., copy: _Optional[str] = ..., snapshot: _Optional[bytes] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., position: _Optional[int] = ..., is_current: bool = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Change(_message.Message):
     __slots__ = ("finished", "forgotten", "forgotten_before")

@@ -93,7 +93,8 @@ class DrafterServiceServicer(object):
 
     def Follow(self, request, context):
         """Sends what a namespace remembers, and then every change of it, so that the caller can draft from a copy. The stream
-        ends if the caller loses the right to read, and if the namespace is deleted; the caller must then delete its copy.
+        ends with PERMISSION_DENIED or UNAUTHENTICATED if the caller loses the right to read, and with ABORTED if the
+        namespace is deleted; the caller must then delete its copy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -83,15 +83,15 @@ def load(
     clock: Callable[[], float] = time.time,
     *,
     may_trim: bool = True,
-    most: int | None = None,
+    max_capacity: int | None = None,
 ) -> Loaded:
     """Return a corpus with the contents of a snapshot.
 
-    capacity: tokens, or None for that of the saved corpus, but at most `most`; if it is less than the snapshot holds,
-    the newest tokens are loaded. depth: the match depth that is expected, None for any. clock: see `Corpus`. may_trim:
-    whether the capacity may be less than the snapshot holds. Raises DamagedError for a file that is proven unusable,
-    SnapshotError for one that cannot be read now, is of another version or match depth, or must not be trimmed, and
-    ValueError for an impossible capacity, with nothing loaded.
+    capacity: tokens, or None for that of the saved corpus, but at most `max_capacity`; if it is less than the snapshot
+    holds, the newest tokens are loaded. depth: the match depth that is expected, None for any. clock: see `Corpus`.
+    may_trim: whether the capacity may be less than the snapshot holds. Raises DamagedError for a file that is proven
+    unusable, SnapshotError for one that cannot be read now, is of another version or match depth, or must not be
+    trimmed, and ValueError for an impossible capacity, with nothing loaded.
     """
     path = Path(path)
     sections = read_sections(path)
@@ -109,7 +109,7 @@ def load(
             f"set match_depth to {facts[DEPTH]}, or use another snapshot"
         )
     if capacity is None:
-        capacity = int(facts[CAPACITY]) if most is None else min(int(facts[CAPACITY]), most)
+        capacity = int(facts[CAPACITY]) if max_capacity is None else min(int(facts[CAPACITY]), max_capacity)
     # A corpus may hold a little more than its capacity.
     held = min(facts[SIZE], facts[CAPACITY])
     if held > capacity and not may_trim:

@@ -22,9 +22,13 @@ from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server import feed
 from drafter_service.server.namespace import Namespace
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import WireError
 from ssd.config import DrafterConfig
+from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
+from ssd.corpus.sections import SnapshotError
+from ssd.errors import UserError
 from tests.drafter_service.guarded import caller_entry
 from tests.drafter_service.raw import connected, counted, eventually
 from tests.replay import drafter_of, progress_of, replay_one, replayed
@@ -174,7 +178,7 @@ def test_a_copy_catches_up_after_a_break(service, caller, name, monkeypatch):
     with replica_of(service, name) as client:
         eventually(lambda: has(client, 100))
         for first, forgotten in ((500, "one"), (700, "two")):
-            client._follower.reconnect()
+            client._follower._call.cancel()
             caller.observe(name, counted(first), names=[str(first)])
             caller.call("Forget", namespace=name, request_id=forgotten)
             eventually(lambda first=first: has(client, first))
@@ -211,6 +215,44 @@ def test_a_restarted_service_sends_a_new_copy(tmp_path, socket_address):
         assert not has(client, 100)
         assert has(client, 300)
         client.close()
+
+
+def test_an_engine_that_drafts_all_the_time_gets_its_copy_back(socket_address, monkeypatch):
+    monkeypatch.setattr(replica_module, "TRUSTED_S", 0.5)
+    monkeypatch.setattr(replica_module, "SILENCE_S", 5.0)
+    arguments = ("--listen", socket_address, "--capacity", "100k")
+    with served(*arguments):
+        client = ReplicaClient(socket_address, namespace="own")
+        eventually(lambda: client.copy.corpus)
+    eventually(lambda: client.copy.corpus is None)
+    with served(*arguments), connected(socket_address) as caller:
+        caller.observe("own", counted(100), names=["text"])
+        eventually(lambda: has(client, 100))
+        client.close()
+
+
+def test_a_missing_service_is_an_error(socket_address):
+    with pytest.raises(UserError, match="no drafter answers at"):
+        ReplicaClient(socket_address)
+    with ReplicaClient(socket_address, required=False) as client:
+        assert drafts(client, 100) == []
+
+
+@pytest.mark.parametrize("vocab_size", [0, 200])
+def test_damaged_snapshots_and_other_vocabularies_are_refused(tmp_path, vocab_size):
+    corpus = Corpus(100_000, DrafterConfig().match_depth)
+    corpus.append(array(counted(300)), "text")
+    snapshot.save(corpus, tmp_path / "corpus.ssd")
+    data = (tmp_path / "corpus.ssd").read_bytes()
+    copy = Copy(pb.FollowRequest(model=pb.Model(vocab_size=vocab_size)), DrafterConfig(), 1 << 20)
+    parts = [data] if vocab_size else [data[:5000], data[:-5000], data[:5000] + data[5001:]]
+    for part in parts:
+        with pytest.raises(SnapshotError):
+            copy.receive(pb.FollowResponse(snapshot=part, position=1, is_current=True), 0.0)
+        copy.drop_parts()
+        assert copy.corpus is None
+    with pytest.raises(WireError):
+        copy.receive(pb.FollowResponse(changes=[pb.Change(forgotten="text")], position=1), 0.0)
 
 
 def test_a_copy_is_deleted_with_the_right_to_read(tmp_path, socket_address):
@@ -264,7 +306,8 @@ class Feeding:
     def open(self):
         config = DrafterConfig(capacity=100_000)
         self.namespace = Namespace("own", ModelIdentity(), config, Corpus.from_config(config))
-        self.known, self.stream = {}, None
+        self.namespace.feed = feed.Feed(lambda: self.now)
+        self.known, self.stream, self.called_at = {}, None, 0.0
 
     async def close(self):
         await self.end_stream()
@@ -279,8 +322,9 @@ class Feeding:
     async def receive(self):
         request = self.copy.request()
         if self.stream is None:
+            self.called_at = self.now
             self.stream = self.namespace.feed.responses("own", self.namespace.corpus, request.copy, request.position)
-        self.copy.receive(await anext(self.stream))
+        self.copy.receive(await anext(self.stream), self.called_at)
 
     async def do(self, what, number):
         if what == "learn":
