@@ -197,8 +197,8 @@ def test_outputs_are_identical_and_both_sides_count_alike(plain, folder, scenari
     assert counters["accepted"] > 0.7 * 2 * 20 * 128
     assert counters["verified"] <= host["spec_decode_num_draft_tokens"]
     (namespace,) = result["report"]["namespaces"]
-    # A replica sends its counts every ten seconds.
-    assert namespace["drafting"]["accepted"] >= (counters["accepted"] if scenario == "drafts" else 1)
+    if scenario == "drafts":  # A replica sends its counts every ten seconds.
+        assert namespace["drafting"]["accepted"] >= counters["accepted"]
 
 
 def changed_weights():
