@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test test-fast hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz peers evidence dist docs lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test test-fast hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench fuzz peers evidence dist docs lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,7 +61,7 @@ $(LIBRARY): $(READY)
 
 test: $(READY) ## run the tests (about 10 minutes)
 	@echo "running the tests (about 10 minutes)"
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The core: drafts, the corpus, the engine's scheduling, and the rules of the source tree.
 FAST_TESTS := tests/ssd tests/engine/scheduling tests/test_structure.py tests/test_public_api.py
@@ -89,8 +89,10 @@ hosts-short: $(HOSTS)/.ready ## run the tests in vLLM, and skip those that have 
 CONFORMANCE := build/hosts-conformance
 CONFORMANCE_LIST := tests/drafter_service/plugins/conformance.txt
 
+# Each host has a process of its own, because tests change what PyTorch and Triton find on the machine.
 hosts-conformance: $(CONFORMANCE)/.ready ## run plug-ins with the Python files of SGLang and vLLM 0.33 (1.2 GB; minutes; no GPU)
-	@$(CONFORMANCE)/bin/python -m pytest -rs tests/drafter_service/plugins/sglang tests/drafter_service/plugins/vllm
+	@$(CONFORMANCE)/bin/python -m pytest -rs tests/drafter_service/plugins/sglang
+	@$(CONFORMANCE)/bin/python -m pytest -rs tests/drafter_service/plugins/vllm
 
 # Beside the packages of $(VENV), which a file of paths adds. What needs a GPU or a compiler is left out.
 $(CONFORMANCE)/.ready: $(READY) $(CONFORMANCE_LIST)
@@ -162,18 +164,6 @@ gpu-bench: ## measure the engine on a GPU; results go to benchmarks/results and 
 	@$(ON_GPU); $$python -m benchmarks.gpu $(GPU_ARGS)
 
 EVIDENCE_ARGS ?=
-CLUSTER_ARGS ?=
-ROLLOUTS_ARGS ?=
-SOAK_MINUTES ?= 60
-
-cluster: $(READY) ## run two engines that share what they learn, and cause faults (10 minutes; vLLM if build/hosts exists; needs redis-server)
-	@$(BIN)/python -m benchmarks.cluster $(CLUSTER_ARGS)
-
-soak: $(READY) ## run the cluster under constant mixed load for SOAK_MINUTES; memory, files and latency must not grow
-	@$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES)
-
-rollouts: $(READY) ## train the shipped model on rollouts without and with drafts, and compare both runs (10 minutes; ROLLOUTS_ARGS="--engines 2")
-	@$(BIN)/python -m benchmarks.rollouts $(ROLLOUTS_ARGS)
 
 fuzz: $(READY) ## run the randomized tests with many more examples (hours)
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest

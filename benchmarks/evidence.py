@@ -22,19 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.priors import PRIOR, learn_all, teacher_names, teachers_in, write_left_out
+from benchmarks.priors import learn_all, teacher_names, teachers_in, write_left_out
 from benchmarks.support import RESULTS, ROOT, Row, new_parser, say, source_commit, with_block
 from benchmarks.support.peers import PEERS, missing, peer_candidates
-from benchmarks.support.replaying import (
-    BLOCKS,
-    Candidate,
-    best_rows,
-    blocks,
-    own_candidates,
-    replay,
-    row_of,
-    starting_from,
-)
+from benchmarks.support.replaying import BLOCKS, PRIOR, Candidate, best_rows, blocks, own_candidates, replay, row_of
 from drafter_service.observability.measuring.results import machine, versions
 from drafter_service.observability.pages.tables import markdown_table
 from ssd.replay import Recording
@@ -211,7 +202,7 @@ def all_candidates(prior: Path) -> list[Candidate]:
 
 
 def _own(prior: Path, k: int, costs: Sequence[float]) -> list[Candidate]:
-    return [starting_from(candidate, prior) for candidate in own_candidates("ssd", [k], ("path", "tree"), costs)]
+    return [*own_candidates("ssd", [k], ("path", "tree"), costs, prior=prior)]
 
 
 # --- Tables

@@ -25,9 +25,10 @@ from pathlib import Path
 import numpy as np
 
 import ssd
-from benchmarks.support import forget_peak, new_parser, peak_bytes, positive, report, resident_bytes
+from benchmarks.support import forget_peak, new_parser, peak_bytes, positive, report
 from benchmarks.support.load import REQUEST_TOKENS, Writer
 from drafter_service.observability.measuring.rounds import Timer
+from drafter_service.observability.process import resident_bytes
 from drafter_service.settings.flags import Quantity
 from ssd.config import DrafterConfig
 from ssd.corpus.memory import trim_heap

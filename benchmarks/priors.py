@@ -20,13 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.support import ROOT, new_parser, positive
-from benchmarks.support.replaying import new_drafter, own_candidates, replay, starting_from
+from benchmarks.support.replaying import PRIOR, new_drafter, own_candidates, replay
 from benchmarks.traces import load_manifest
 from ssd.replay import Recording
 
 LEARNED = (("path", 0.02), ("path", 0.1), ("tree", 0.005), ("tree", 0.05))
 """Shapes and costs that the tables learn with."""
-PRIOR = ROOT / "ssd" / "kernels" / "prior.npz"
 LEFT_OUT = ROOT / "build" / "priors"
 """Folder for start values that were made without a recording."""
 MAX_DRAFT = 32
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     with ProcessPoolExecutor(options.jobs) as pool:
         learned = learn_all(teachers, pool.map)
-    default = left_out_file(options.without) if options.without else PRIOR
+    default = LEFT_OUT / f"without-{options.without}.npz" if options.without else PRIOR
     write(pooled(learned, options.without), options.out or default)
 
 
@@ -87,21 +86,15 @@ def learn(trace: Path, setting: tuple[str, float]) -> Tables:
     """Return the cells and weights after a replay; setting: shape and cost."""
     shape, cost = setting
     recording = Recording.load(trace).first(LEARNED_TOKENS)
-    [candidate] = own_candidates("ssd", [MAX_DRAFT], [shape], [cost])
-    candidate = starting_from(candidate, None)
+    [candidate] = own_candidates("ssd", [MAX_DRAFT], [shape], [cost], prior=None)
     drafter = new_drafter(candidate, recording)
     replay(candidate, recording, drafter=drafter)
     return drafter.corpus.learned.cells, drafter.corpus.learned.weights
 
 
-def left_out_file(name: str) -> Path:
-    """Return the file of the values that are learned without a recording."""
-    return LEFT_OUT / f"without-{name}.npz"
-
-
 def write_left_out(learned: Learned) -> dict[str, Path]:
     """Write start values without each recording, and return the files by the name of the one that was left out."""
-    files = {name: left_out_file(name) for name in learned}
+    files = {name: LEFT_OUT / f"without-{name}.npz" for name in learned}
     for name, path in files.items():
         write(pooled(learned, name), path)
     return files

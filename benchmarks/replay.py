@@ -3,9 +3,7 @@
     python -m benchmarks.replay --trace TRACE.npz --drafter ssd arctic ngram [--cost 0.005,0.02] [--concurrency 1,16]
     python -m benchmarks.replay --trace ROLLOUTS.npz --drafter ssd --groups --concurrency version
 
-The recorded output replaces the target's greedy output. A step drafts for one sequence, accepts the longest path of the
-draft that agrees with the output, and adds the target's own next token. Draft tokens beyond the output's end count as
-drafted. Reported figures:
+docs/replay.md says what a replay is. Reported figures:
 
     S                  tokens per step / (1 + cost * drafted per step)
     ece                expected calibration error of path probabilities after a tenth of the output
@@ -112,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--synthetic", nargs="+", type=synthetic, default=[], metavar="copy-edit:N", help="copies with edits")
     add("--drafter", nargs="+", required=True, choices=names, metavar="NAME", help=", ".join(names))
     add("--k", type=list_of(draft_size), default=[32], help=f"most tokens in a draft, at most {MAX_DRAFT} (32)")
-    add("--draft-shape", type=list_of(shape), default=["path", "tree"], help="of ssd's drafts: path, tree or both")
+    add("--draft-shape", nargs="+", choices=("path", "tree"), default=["path", "tree"], help="of ssd's drafts (both)")
     add("--cost", type=list_of(share), default=[0.02], help="cost of one more token as a fraction of a step (0.02)")
     at_once = f"requests that run at once (1); {BY_VERSION}: all of a version, then all of the next one"
     add("--concurrency", type=list_of(concurrency), default=[1], help=at_once)
@@ -143,13 +141,6 @@ def share(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, up to 1") from None
     return cost
-
-
-def shape(text: str) -> str:
-    """Parse `path` or `tree`."""
-    if text not in ("path", "tree"):
-        raise argparse.ArgumentTypeError(f"shapes are path and tree, not {text!r}")
-    return text
 
 
 def synthetic(text: str) -> int:

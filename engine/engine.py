@@ -76,13 +76,14 @@ class Engine:
         *,
         drafters: Collection[str] = (),
         grammars: GrammarCompiler | None = None,
-        adapters: AdapterPool | None = None,
+        adapters: Collection[str] = (),
         models: SequenceOf[Decoder] = (),
     ) -> None:
         """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `selection`: selects
         the draft tokens to verify; without it, all are verified. `drafters`: names of the loaded kinds, from which
-        requests may choose. `grammars`: without it, requests with a grammar are refused. `adapters`: LoRA adapters,
-        from which requests may choose. `models`: the model and the drafter's copies of it, for `update_weights`.
+        requests may choose. `grammars`: without it, requests with a grammar are refused. `adapters`: names of the
+        LoRA adapters, from which requests may choose. `models`: the model and the drafter's copies of it, for
+        `update_weights`.
         """
         graph, plain_curve = executors.graph, executors.plain_curve
         self.model = model
@@ -99,13 +100,11 @@ class Engine:
         self._selection = selection if self._speculation.may_draft else None
         extra_rows = self._speculation.drafter.needs.extra_rows
         ahead = 0 if graph is None else graph.draft_ahead
-        self.scheduler = Scheduler(config, executors.pages, extra_rows, ahead, adapters)
-        self._adapters = adapters
+        self.scheduler = Scheduler(config, executors.pages, extra_rows, ahead)
         self._grammars = grammars
         self._intake = Intake(
-            model, config, executors.pages, decode=decode, drafters=drafters, grammars=grammars,
-            adapters=() if adapters is None else adapters.names,
-        )  # fmt: skip
+            model, config, executors.pages, decode=decode, drafters=drafters, grammars=grammars, adapters=adapters
+        )
         self._in_flight: deque[InFlightStep] = deque()
         """Launched steps, the oldest first."""
         self._launched: list[StepPlan] = []
@@ -166,7 +165,7 @@ class Engine:
 
         Raises UserError for a request that cannot run.
         """
-        return self._intake.longest(request)
+        return self._intake.check(request)[0]
 
     def completed(self, request: Request, output: np.ndarray) -> Completion | None:
         """Return the completion of a request without running it, given the output of an equal request, uint32 [n].
@@ -191,7 +190,6 @@ class Engine:
         if self._in_flight and not self._in_flight[0].plan.is_running:
             self._in_flight.popleft()
         report = self._run(watch) if self._in_flight or self._launch(watch) else StepReport()
-        self._end_refused(report)
         report.times = watch.times()
         return report
 
@@ -275,7 +273,8 @@ class Engine:
             for sequence in begun:
                 self._speculation.finish(sequence, learn=False)
                 self.scheduler.remove(sequence)
-                sequence.begin_again(self._intake.sequence(sequence.sequence_id, sequence.request))
+                fresh = self._intake.sequence(sequence.sequence_id, sequence.request)
+                sequence.begin(fresh.stopping, fresh.grammar)
                 self.scheduler.add(sequence)
             observe(StepReport(restarted=[sequence.sequence_id for sequence in begun]))
         self.scheduler.is_draining = True
@@ -294,9 +293,8 @@ class Engine:
         """Run requests and return their completions in the same order.
 
         `observe` is called with the report of each step; it may cancel requests, whose completions have the reason
-        ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or when its adapter cannot
-        be read or its grammar cannot continue. After an exception, also one that `observe` raises, all requests are
-        cancelled.
+        ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or when its grammar cannot
+        continue. After an exception, also one that `observe` raises, all requests are cancelled.
         """
         requests = list(requests)
         for request in requests:
@@ -331,10 +329,8 @@ class Engine:
             self._grammars.prepare()
 
     def close(self) -> None:
-        """Release the drafter and the adapters."""
+        """Release the drafter."""
         self._speculation.close()
-        if self._adapters is not None:
-            self._adapters.close()
 
     def _queue(self, request: Request) -> Sequence:
         with self._turns:
@@ -481,13 +477,6 @@ class Engine:
             return Cut(0, FinishReason.ABORT)
         return cut
 
-    def _end_refused(self, report: StepReport) -> None:
-        """Abort the sequences that the scheduler removed because their adapter cannot be read."""
-        for sequence, problem in self.scheduler.refused:
-            report.finished[sequence.sequence_id] = self._finish(sequence, Cut(0, FinishReason.ABORT))
-            report.refused[sequence.sequence_id] = str(problem)
-        self.scheduler.refused.clear()
-
     def _finish(self, sequence: Sequence, cut: Cut) -> Completion:
         has_output = len(sequence.output) > 0
         learn = sequence.request.learn and has_output and cut.reason is not FinishReason.ABORT
@@ -540,7 +529,7 @@ def build_engine(
     selection = None if executors.curve is None else DraftSelection(executors.curve, limits, warn)
     return Engine(
         model.config, config, executors, drafter, decode, selection,
-        drafters=drafters, grammars=grammars, adapters=adapters,
+        drafters=drafters, grammars=grammars, adapters=() if adapters is None else adapters.names,
         models=(model, *drafter.copies),
     )  # fmt: skip
 

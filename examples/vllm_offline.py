@@ -26,8 +26,7 @@ def count(llm, name):
 
 
 def main(sidecar="unix:/tmp/ssd-drafter.sock"):
-    # By default a step waits for drafts for 2 ms; this is for slow machines.
-    os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": sidecar, "deadline_s": 0.5})
+    os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": sidecar})
     llm = LLM(
         str(MODEL),
         dtype="float32",

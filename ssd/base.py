@@ -9,7 +9,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from concurrent import futures
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -34,7 +34,7 @@ NO_TOKENS = np.empty(0, np.uint32)
 
 LONG_PROMPT = 2048
 """Minimum number of new tokens of a prompt that another thread sorts. These take 0.14 ms, and 100,000 take 15 ms; with
-1,500, `begin` takes as long whether it sorts them or passes them to the thread."""
+1,500, `start` takes as long whether it sorts them or passes them to the thread."""
 
 PROPOSE_SESSION = ("propose",)
 """Session id of the sequence that `propose` keeps, so that only tokens after a shared prefix are indexed."""
@@ -78,8 +78,8 @@ class CorpusDrafter(Drafter):
         self.running = RunningById(self._sequences)
         """The running sequences."""
         # One thread, which begins with the first long prompt.
-        self._sorter = futures.ThreadPoolExecutor(1, "ssd-sort-prompt") if sorts_in_thread else None
-        self._unsorted: dict[int, futures.Future[Unsorted]] = {}
+        self._sorter = ThreadPoolExecutor(1, "ssd-sort-prompt") if sorts_in_thread else None
+        self._unsorted: dict[int, Future[Unsorted]] = {}
         """Positions of long prompts that the indices of running sequences lack, by row."""
         self._idle = IdleSessions(config.idle_sessions, config.idle_tokens)
 
@@ -107,18 +107,53 @@ class CorpusDrafter(Drafter):
         with which the target samples, if that is `ssd.kernels.noise.noise_of`, -2^63 to 2^63 - 1; None: greedy, or not
         known. Raises ValueError for an id in use or outside 0 to 2^64 - 2, and for tokens as `Corpus.append`.
         """
-        check_sequence_id(sequence_id)
-        self.begin(
-            sequence_id,
-            prompt,
-            hints=hints,
-            committed=committed,
-            session_id=session_id,
-            request_id=request_id,
-            learn=learn,
-            rollout=rollout,
-            seed=seed,
+        if session_id is not PROPOSE_SESSION:
+            check_sequence_id(sequence_id)
+        self.running.check_is_new(sequence_id)
+        hinted = 0 if hints is None else len(hints)
+        prompt = prompt if hints is None else np.concatenate([hints, prompt])
+        text = prompt if committed is None else np.concatenate([prompt, committed])
+        check_tokens(text)
+        idle = self._idle.pop(session_id) if session_id is not None else None
+        local = idle.local if idle is not None else LocalIndex(self.config.match_depth)
+        turns = idle.turns if idle is not None else frozenset()
+        # The output of earlier turns was remembered under their own request ids, and must be forgotten with them.
+        first_learned = max(hinted, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
+        running = Running(
+            first_learned,
+            len(text),
+            len(text),
+            session_id,
+            request_id,
+            turns | {request_id},
+            learn,
+            rollout,
         )
+        # At once, so that the text is not moved while it is sorted.
+        local.reserve(self._sequences.room_for(len(text)))
+        unsorted, sorting = local.continue_with(text), None
+        if self._sorter is not None and len(unsorted.added) >= LONG_PROMPT:
+            sorting = self._sorter.submit(unsorted.sort)
+        else:
+            local.adopt(unsorted.sort())
+        is_shared = learn and self.PUBLISHES
+        owner = self.corpus.start_running(text[first_learned:] if is_shared else None, running.tag)
+        try:
+            running.row = self._sequences.add(
+                local,
+                owner,
+                is_predicted=hinted > 0 and len(text) == len(prompt),
+                is_shared=is_shared,
+                tag=running.tag,
+                seed=seed,
+                hinted=hinted,
+            )
+        except BaseException:
+            self.corpus.end_running(owner)
+            raise
+        if sorting is not None:
+            self._unsorted[running.row] = sorting
+        self.running.add(sequence_id, running)
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Commit the tokens that the target produced, and draft what may follow.
@@ -149,7 +184,7 @@ class CorpusDrafter(Drafter):
         else:
             if running is not None:
                 self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
-            self.begin(PROPOSE_ID, text, session_id=PROPOSE_SESSION, learn=False)
+            self.start(PROPOSE_ID, text, session_id=PROPOSE_SESSION, learn=False)
         return self.draft(Progress.of_one(PROPOSE_ID, added, verified=verified, max_draft=max(0, limit)))
 
     def finish(
@@ -211,16 +246,18 @@ class CorpusDrafter(Drafter):
             self._withdraw(running)
             self.corpus.hide_running(self._owner_of(running))
 
-    def output_of(self, sequence_id: int) -> np.ndarray:
-        """Return what a running sequence has committed since it began, uint32 [n]; valid until the next call."""
-        running = self.running.get(sequence_id)
-        if running is None:
-            raise ValueError(f"sequence {sequence_id} was not started")
-        return self._sequences.local(running.row).tokens[running.given :]
+    def learnable_of(self, sequence_id: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
+        """Return what would be remembered if a running sequence ended now.
 
-    def steps_of(self, sequence_id: int) -> int:
-        """Return the number of target steps of a running sequence since it began."""
-        return int(self._sequences.state[self.running.rows_of([sequence_id])[0], TOTALS])
+        These are the end of its prompt, uint32 [P], its output, uint32 [n], both valid until the next call, the number
+        of target steps that produced the output, and whether it is remembered at all. Raises ValueError for a sequence
+        that was not started.
+        """
+        row = self.running.rows_of([sequence_id])[0]
+        running, text = self.running.get(sequence_id), self._sequences.local(row).tokens
+        assert running is not None
+        steps = int(self._sequences.state[row, TOTALS])
+        return text[running.first_learned : running.given], text[running.given :], steps, running.learn
 
     def forget(self, request_id: str) -> None:
         """Forget what was produced under a request id: in the corpus (see `Corpus.forget`) and in this drafter.
@@ -262,68 +299,6 @@ class CorpusDrafter(Drafter):
 
     # For the drafter service, which uses `running` as well; not part of the public interface.
 
-    def begin(
-        self,
-        sequence_id: int,
-        prompt: np.ndarray,
-        *,
-        hints: np.ndarray | None = None,
-        committed: np.ndarray | None = None,
-        session_id: Hashable = None,
-        request_id: str | None = None,
-        learn: bool = True,
-        rollout: Rollout | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """Do `start`, also with the id of the sequence that `propose` keeps."""
-        self.running.check_is_new(sequence_id)
-        hinted = 0 if hints is None else len(hints)
-        prompt = prompt if hints is None else np.concatenate([hints, prompt])
-        text = prompt if committed is None else np.concatenate([prompt, committed])
-        check_tokens(text)
-        idle = self._idle.pop(session_id) if session_id is not None else None
-        local = idle.local if idle is not None else LocalIndex(self.config.match_depth)
-        turns = idle.turns if idle is not None else frozenset()
-        # The output of earlier turns was remembered under their own request ids, and must be forgotten with them.
-        first_learned = max(hinted, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
-        running = Running(
-            first_learned,
-            len(text),
-            len(text),
-            session_id,
-            request_id,
-            turns | {request_id},
-            learn,
-            rollout,
-            seed,
-            hinted,
-        )
-        # At once, so that the text is not moved while it is sorted.
-        local.reserve(self._sequences.room_for(len(text)))
-        unsorted, sorting = local.continue_with(text), None
-        if self._sorter is not None and len(unsorted.added) >= LONG_PROMPT:
-            sorting = self._sorter.submit(unsorted.sort)
-        else:
-            local.adopt(unsorted.sort())
-        is_shared = learn and self.PUBLISHES
-        owner = self.corpus.start_running(text[first_learned:] if is_shared else None, running.tag)
-        try:
-            running.row = self._sequences.add(
-                local,
-                owner,
-                is_predicted=hinted > 0 and len(text) == len(prompt),
-                is_shared=is_shared,
-                tag=running.tag,
-                seed=seed,
-                hinted=hinted,
-            )
-        except BaseException:
-            self.corpus.end_running(owner)
-            raise
-        if sorting is not None:
-            self._unsorted[running.row] = sorting
-        self.running.add(sequence_id, running)
-
     @property
     def is_sorting(self) -> bool:
         """Whether a thread sorts prompts, or the next draft is the first one that uses what it has sorted."""
@@ -332,7 +307,7 @@ class CorpusDrafter(Drafter):
     def wait_for_sorting(self) -> None:
         """Wait until all prompts are sorted, or the drafter is closed. Another thread may call it."""
         for sorting in [*self._unsorted.values()]:
-            with suppress(futures.CancelledError):
+            with suppress(CancelledError):
                 sorting.exception()
 
     def draft_unpublished(self, progress: Progress) -> DraftBatch:

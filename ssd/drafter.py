@@ -12,15 +12,16 @@ from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import TokenBudget
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
-from ssd.corpus.ring import check_tokens
-from ssd.corpus.view import frame_of
-from ssd.kernels.frame import Frame
-from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
+from ssd.corpus.view import LIVE
+from ssd.kernels.frame import Model, StepFrame
+from ssd.kernels.match import TIER_COLUMNS
+from ssd.kernels.step import DONE, NEEDS_ROOM, REFUSED, step
 from ssd.sequences.draft_after import draft_after
 from ssd.sequences.running import NO_ROWS
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Progress, check_path_prob, check_verified
+from ssd.types import DraftBatch, Progress, check_path_prob
 
+NO_LIBRARIES = np.empty((0, TIER_COLUMNS), np.int64)
 ONE_EACH = np.empty(0, np.uint32)
 """Value of `Progress.steps` for the kernel if each sequence took one step."""
 
@@ -57,7 +58,6 @@ class SuffixDrafter(CorpusDrafter):
         super().__init__(config, corpus=corpus, stats=stats, remember=remember, sorts_in_thread=sorts_in_thread)
         cost = self.config.cost
         self.budget = TokenBudget(curve or (StepCurve.unknown() if cost is None else StepCurve.constant(cost)))
-        self._is_tree = self.config.draft_shape == "tree"
         self._make_frame()
 
     def draft_after(self, progress: Progress) -> DraftBatch:
@@ -83,8 +83,9 @@ class SuffixDrafter(CorpusDrafter):
         return super().own_bytes + self._frame.nbytes
 
     def _make_frame(self) -> None:
-        learned, fallback = self.corpus.learned, self.corpus.fallback
-        self._frame = Frame(self._sequences, learned, fallback, self.budget, self.stats)
+        model = Model(self.corpus.learned, self.corpus.fallback.arrays)
+        depth, is_tree = self.config.match_depth, self.config.draft_shape == "tree"
+        self._frame = StepFrame(self._sequences, model, self.budget, self.stats, match_depth=depth, is_tree=is_tree)
         self._state = self._sequences.state
 
     def _prepare(self, sequences: int, progress: Progress) -> float:
@@ -120,23 +121,17 @@ class SuffixDrafter(CorpusDrafter):
                 if progress.step_times:
                     batch.pause_steps = self.budget.learn(progress)
                 return batch
-            if result == BAD_ARRAYS:
-                progress.check_arrays()
-            if result == BAD_TOKEN:
-                check_tokens(progress.tokens)
-            if result == BAD_VERIFIED:
-                offered = self.running.offered()
-                check_verified(int(progress.sequence_ids[number]), int(progress.verified[number]), offered)
+            if result == REFUSED:
+                progress.check(self.running.offered())
             assert result == NEEDS_ROOM
             self._sequences.make_room(int(rows[number]), len(progress.tokens))
 
     def _run(self, batch: Batch, drafts: Drafted, least: float) -> tuple[int, int]:
         """Call the kernel. Views are local to this call, so that the frames of a kept exception do not hold them."""
-        config, view, libraries = self.config, self.corpus.view, self.corpus.library_views
-        frame = frame_of(view, libraries) if libraries else view.frame
-        settings = (least, config.match_depth, config.max_draft, self._is_tree)
+        view, libraries = self.corpus.view, self.corpus.library_views
+        tiers = np.concatenate([each.arrays.tiers[:LIVE] for each in libraries]) if libraries else NO_LIBRARIES
         try:
-            return step(self._frame.addresses, frame, *batch, *drafts, *settings)
+            return step(self._frame.addresses, view.addresses, tiers, *batch, *drafts, least)
         except TypeError:
             # The kernel has no version for arrays of types other than those of `Progress`.
-            return BAD_ARRAYS, 0
+            return REFUSED, 0

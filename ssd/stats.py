@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
+from ssd.kernels.arrays import allocate
 from ssd.kernels.jit import inline
 from ssd.sequences.tables import AGE, DEPTH, FALLBACK, LIBRARY, PATH_PROB, SOURCE
 
@@ -29,17 +30,17 @@ COUNT, PREDICTED, OBSERVED = range(3)
 class Counters(NamedTuple):
     """The counters, as arguments of kernels."""
 
-    steps: np.ndarray
-    """int64 [3]: sequence steps, committed tokens, steps in which draft tokens were verified."""
-    by_source: np.ndarray
-    """int64 [SOURCE_COUNT, 2]: by `Source`: tokens verified, and accepted."""
-    by_position: np.ndarray
-    """int64 [POSITIONS, 2]: by position in the draft, from 0; in a tree, by depth."""
-    by_age: np.ndarray
-    """int64 [AGES, 2]: by log2 of the age of the text that the token came from, in tokens; not for tokens of libraries
-    and fallback tokens."""
-    calibration: np.ndarray
-    """float64 [PROB_BINS, 3]: by path probability: tokens verified, sum of path probabilities, tokens accepted."""
+    steps: Annotated[np.ndarray, np.int64, 3]
+    """Sequence steps, committed tokens, steps in which draft tokens were verified."""
+    by_source: Annotated[np.ndarray, np.int64, SOURCE_COUNT, 2]
+    """By `Source`: tokens verified, and accepted."""
+    by_position: Annotated[np.ndarray, np.int64, POSITIONS, 2]
+    """By position in the draft, from 0; in a tree, by depth."""
+    by_age: Annotated[np.ndarray, np.int64, AGES, 2]
+    """By log2 of the age of the text that the token came from, in tokens; not for tokens of libraries and fallback
+    tokens."""
+    calibration: Annotated[np.ndarray, np.float64, PROB_BINS, 3]
+    """By path probability: tokens verified, sum of path probabilities, tokens accepted."""
 
 
 @inline
@@ -89,21 +90,9 @@ class Stats:
     """Counters of a drafter. Only tokens that the target verified count as drafted."""
 
     def __init__(self) -> None:
-        self.counters = Counters(
-            np.zeros(3, np.int64),
-            np.zeros((SOURCE_COUNT, 2), np.int64),
-            np.zeros((POSITIONS, 2), np.int64),
-            np.zeros((AGES, 2), np.int64),
-            np.zeros((PROB_BINS, 3), np.float64),
-        )
-        self._arrays = tuple(self.counters)
+        self.counters = allocate(Counters)
         self.by_version: dict[int, VersionTotals] = {}
         """By version of the policy, at most `MAX_VERSIONS`. Snapshots do not have them."""
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """The counters, in the order of `Counters`."""
-        return self._arrays
 
     def record_path(self, committed: int, verified: int, accepted: int, steps: int = 1) -> None:
         """Add steps of a drafter of paths; the first one verified `verified` draft tokens and accepted `accepted`."""

@@ -36,7 +36,7 @@ def check_sequence_id(sequence_id: int) -> None:
 
 
 class Source(IntEnum):
-    """Where a draft token comes from."""
+    """Origin of a draft token."""
 
     CORPUS = 0
     """Another request, finished or running."""
@@ -296,7 +296,7 @@ class Drafter(ABC):
     """
 
     limits: DraftLimits = NO_LIMITS
-    """What drafts can save at most."""
+    """Limits of what drafts can save."""
     corpus: Corpus | None = None
     """The corpus that finished requests are added to, if it is in this process."""
 

@@ -27,10 +27,10 @@ function* boxes(mark) {
     yield {left: x - 1.5, right: x + 1.5, top: y - 1.5, bottom: y + 1.5};
   }
 }
-for (const chart of document.querySelectorAll('svg:not(.spark)')) {
+for (const chart of document.querySelectorAll('svg')) {
   if (!chart.getBoundingClientRect().width) continue;
   const name = chart.ariaLabel, texts = [...chart.querySelectorAll('text:not(.on-bar)')];
-  const marks = [...chart.querySelectorAll('.bar, .volume, .dot, .line, .dashed')];
+  const marks = [...chart.querySelectorAll('.bar, .dot, .line, .dashed')];
   texts.forEach((words, index) => {
     const box = words.getBoundingClientRect();
     for (const mark of marks) for (const part of boxes(mark))

@@ -5,21 +5,44 @@ import tempfile
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import settings
 
-from tests.servers import served
+from tests.servers import served, serving
+
+LONGEST = (
+    "tests/drafter_service/replication/test_sidecars.py",
+    "tests/engine/api/test_server.py",
+    "tests/engine/drafters/test_sampled_outputs.py",
+    "tests/benchmarks/test_host_time.py",
+    "tests/engine/executor/ranks/test_divided_models.py",
+    "tests/test_examples.py",
+    "tests/test_wheel.py",
+)
+"""Files that take longest. They begin first, so that at the end no worker waits for another one's long file."""
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Device files of the drivers for GPUs that PyTorch may use."""
+
+
+def has_gpu():
+    """Return whether PyTorch has a GPU. It is imported only if there may be one, since that takes seconds."""
+    if not any(map(os.path.exists, DRIVERS)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
 
 # One PyTorch thread, here and in processes that tests start: on a busy machine waiting threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if not torch.cuda.is_available():
+if not has_gpu():
     # Kernels run in Triton's interpreter. Triton reads this when it is imported, which transformers may do as well.
     os.environ["TRITON_INTERPRET"] = "1"
 
-settings.register_profile("project", derandomize=True, deadline=None, max_examples=200)
+settings.register_profile("project", derandomize=True, deadline=None, max_examples=200)  # in CI
+settings.register_profile("half", derandomize=True, deadline=None, max_examples=100)
 settings.register_profile("fast", derandomize=True, deadline=None, max_examples=40)
 settings.register_profile("fuzz", deadline=None, max_examples=20_000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "half"))
 
 
 @pytest.fixture
@@ -30,20 +53,26 @@ def socket_address():
 
 
 @pytest.fixture
+def server_process(socket_address):
+    """Run a sidecar at `socket_address`, in a process: vLLM fails if numba is imported in its own before it starts."""
+    with served("--listen", socket_address, "--capacity", "100k"):
+        yield
+
+
+@pytest.fixture
 def server(socket_address):
-    """Yield a running sidecar at `socket_address`."""
-    with served("--listen", socket_address, "--capacity", "100k") as process:
-        yield process
+    """Run a sidecar at `socket_address`, in a thread."""
+    from ssd.config import DrafterConfig
+
+    with serving(listen=socket_address, drafting=DrafterConfig(capacity=100_000)):
+        yield
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests that need a GPU if there is none."""
+    """Begin with the longest files, and skip tests that need a GPU if there is none."""
+    items.sort(key=lambda item: item.location[0] not in LONGEST)
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch  # slow to import, and most tests do not need it
-
-    if not torch.cuda.is_available():
+    if marked and not has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

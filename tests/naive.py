@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 SEPARATOR = 0xFFFF_FFFF
 
@@ -74,15 +73,6 @@ def levels(
         if not taken or len(found) >= growth * len(taken[-1][1]):
             taken.append((length, found))
     return taken[:most]
-
-
-def transitions(texts: Iterable[Sequence[int]]) -> Mapping[int, set[int]]:
-    """Return which tokens follow each token in any of the texts."""
-    following: dict[int, set[int]] = {}
-    for text in texts:
-        for token, successor in itertools.pairwise(text):
-            following.setdefault(int(token), set()).add(int(successor))
-    return following
 
 
 def classic_draft(text: Sequence[int], context: Sequence[int], limit: int, longest: int = 10) -> tuple[list[int], int]:

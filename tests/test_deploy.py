@@ -17,7 +17,7 @@ from drafter_service.commands.main import cli
 from drafter_service.observability.facts import Engine, EngineUse
 from drafter_service.observability.metrics import MetricsEndpoint
 from ssd.stats import Stats
-from tests.drafter_service.observability.report.samples import filled_namespace, filled_stats, service
+from tests.drafter_service.observability.report.samples import busy_namespace, service
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -65,7 +65,7 @@ def settings_of(arguments):
 def exported():
     """Return the labels of all exported samples by name."""
     uses = {Engine("vllm/1", "node:1"): EngineUse(Stats(), streams=1)}
-    facts = service(filled_namespace(stats=filled_stats(1), uses=uses))
+    facts = service(busy_namespace(uses=uses))
     endpoint = MetricsEndpoint(lambda: facts, "127.0.0.1:0")
     samples = [sample for family in endpoint.registry.collect() for sample in family.samples]
     return {sample.name: {*sample.labels, "instance", "job"} for sample in samples} | {"up": {"instance", "job"}}
@@ -170,12 +170,21 @@ def series(metric, values, **labels):
 
 
 MINUTES = 240
+
+
+def one_metric(metric, bad, good):
+    """Return a case of a single series; bad, good: its values, repeated or increased every minute."""
+    return tuple([series(metric, f"{values}x{MINUTES}")] for values in (bad, good))
+
+
+def one_failure(metric):
+    """Return a case of a counter that has increased 20 minutes ago, or an hour ago."""
+    return tuple([series(metric, f"0x{MINUTES - since} 1x{since}")] for since in (20, 60))
+
+
 CASES = {
-    "SsdDrafterDown": ([series("up", f"0x{MINUTES}")], [series("up", f"1x{MINUTES}")]),
-    "SsdDrafterRestarts": (
-        [series("process_start_time_seconds", f"0+600x{MINUTES}")],
-        [series("process_start_time_seconds", f"600x{MINUTES}")],
-    ),
+    "SsdDrafterDown": one_metric("up", 0, 1),
+    "SsdDrafterRestarts": one_metric("process_start_time_seconds", "0+600", "600"),
     "SsdDrafterLateSteps": tuple(
         [
             series("ssd_drafter_engine_late_steps_total", f"0+{late}x{MINUTES}", host="vllm", engine="a"),
@@ -213,18 +222,9 @@ CASES = {
         ]
         for committed in (1050, 1090)
     ),
-    "SsdDrafterSnapshotsFail": (
-        [series("ssd_drafter_failed_saves_total", f"0x{MINUTES - 20} 1x20")],
-        [series("ssd_drafter_failed_saves_total", f"0x{MINUTES - 60} 1x60")],
-    ),
-    "SsdDrafterNamespaceNotLoaded": (
-        [series("ssd_drafter_failed_loads_total", f"0x{MINUTES - 20} 1x20")],
-        [series("ssd_drafter_failed_loads_total", f"0x{MINUTES - 60} 1x60")],
-    ),
-    "SsdDrafterSnapshotDamaged": (
-        [series("ssd_drafter_set_aside_files", f"1x{MINUTES}")],
-        [series("ssd_drafter_set_aside_files", f"0x{MINUTES}")],
-    ),
+    "SsdDrafterSnapshotsFail": one_failure("ssd_drafter_failed_saves_total"),
+    "SsdDrafterNamespaceNotLoaded": one_failure("ssd_drafter_failed_loads_total"),
+    "SsdDrafterSnapshotDamaged": one_metric("ssd_drafter_set_aside_files", 1, 0),
     "SsdDrafterMemoryNearLimit": tuple(
         [
             series("ssd_drafter_unevictable_memory_bytes", f"{bound}x{MINUTES}"),
@@ -241,18 +241,9 @@ CASES = {
         ]
         for merges in (0, 3)
     ),
-    "SsdDrafterRefuses": (
-        [series("ssd_drafter_refused_total", f"0+60x{MINUTES}")],
-        [series("ssd_drafter_refused_total", f"0+1x{MINUTES}")],
-    ),
-    "SsdDrafterLogDisconnected": (
-        [series("ssd_drafter_log_connected", f"0x{MINUTES}")],
-        [series("ssd_drafter_log_connected", f"1x{MINUTES}")],
-    ),
-    "SsdDrafterLogBehind": (
-        [series("ssd_drafter_log_lag_seconds", f"100x{MINUTES}")],
-        [series("ssd_drafter_log_lag_seconds", f"1x{MINUTES}")],
-    ),
+    "SsdDrafterRefuses": one_metric("ssd_drafter_refused_total", "0+60", "0+1"),
+    "SsdDrafterLogDisconnected": one_metric("ssd_drafter_log_connected", 0, 1),
+    "SsdDrafterLogBehind": one_metric("ssd_drafter_log_lag_seconds", 100, 1),
     "SsdDrafterLogLoses": (
         [series("ssd_drafter_log_gaps_total", f"0+1x{MINUTES}")],
         [

@@ -8,6 +8,7 @@ host is needed. Defaults of arguments are compared as they are written, so not t
 import ast
 import re
 from difflib import unified_diff
+from functools import cache
 from pathlib import Path
 
 import ssd
@@ -41,6 +42,7 @@ def interface():
     return "\n".join(lines) + "\n"
 
 
+@cache
 def tree(module):
     """Return the syntax tree of a module; None: there is no such module."""
     path = ROOT.joinpath(*module.split("."))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine.drafters.registry import KINDS
 from engine.models.shipped import SHIPPED_MODEL
+from tests.curves import line
 from tests.engine.lora_folders import write_adapter
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +52,8 @@ def test_the_drafting_example_runs_with_a_sidecar(server, socket_address):
 
 
 def test_the_examples_of_the_interface_run(tmp_path, monkeypatch, capsys):
+    # Measuring steps takes seconds.
+    monkeypatch.setattr("engine.executor.build.measured_curve", lambda *_, **__: line(0.01))
     [first] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     for example in (first, IMPORTS, ONE, REPLAY, CLIENT, INTERFACE):
         exec(example, {})

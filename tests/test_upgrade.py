@@ -10,27 +10,26 @@ import grpc
 import numpy as np
 import pytest
 
-from drafter_service.replication.events import Finished, decode
+from drafter_service.replication.events import Kind, decode
+from drafter_service.settings.tree import SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
+from ssd.config import DrafterConfig
 from tests.drafter_service.raw import batch, connected, counted, drafted, start, texts
-from tests.servers import served
+from tests.servers import serving
 
 ROOT = Path(__file__).parent.parent
 DRILL = ROOT / "deploy" / "restore-drill.sh"
 TIMEOUT_S = 30
+DRAFTING = DrafterConfig(capacity=300_000)
 UNKNOWN_FIELD = bytes([0xFA, 0x7F, 3]) + b"new"
 """Field 2047, of type bytes, which no version has."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("u")
-
-
-@pytest.fixture(scope="module")
-def address(folder):
+def address(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("u")
     address = f"unix:{folder}/drafter.sock"
-    with served("--listen", address, "--capacity", "300k", "--snapshot-folder", str(folder / "snapshots")):
+    with serving(listen=address, drafting=DRAFTING, snapshots=SnapshotsConfig(folder / "snapshots")):
         yield address
 
 
@@ -78,8 +77,7 @@ def test_an_entry_of_the_shared_log_of_another_version_is_read():
         b"column-of-a-later-version": b"1",
     }
     (event,) = decode(entry).events
-    assert isinstance(event, Finished)
-    assert (event.request, event.time) == ("name", 2.5)
+    assert event[:3] == (Kind.FINISHED, 2.5, "name")
     np.testing.assert_array_equal(event.tokens, [7, 8, 9])
 
 
@@ -96,25 +94,30 @@ def run_drill(address, folder, commands):
     )
 
 
-def test_the_restore_drill(folder, address, tmp_path):
+def test_the_restore_drill(socket_address, tmp_path):
     """It restores every namespace of a running service, and reports one that cannot be restored."""
-    with connected(address) as caller:
-        caller.observe("backup", counted(0, 1000))
-        caller.call("Snapshot")
+    snapshots = tmp_path / "snapshots"
+    with serving(listen=socket_address, drafting=DRAFTING, snapshots=SnapshotsConfig(snapshots)):
+        with connected(socket_address) as caller:
+            caller.observe("backup", counted(0, 1000))
+        check_drill(socket_address, snapshots, tmp_path)
+
+
+def check_drill(address, snapshots, tmp_path):
     commands = tmp_path / "bin"
     commands.mkdir()
     command = commands / "ssd-drafter"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m drafter_service.commands.main "$@"\n')
     command.chmod(0o755)
-    done = run_drill(address, folder / "snapshots", commands)
+    done = run_drill(address, snapshots, commands)
     assert done.returncode == 0, done.stderr
     assert "restored all namespaces" in done.stdout
     assert any(line.split()[:2] == ["backup", "1,001"] for line in done.stdout.splitlines()), done.stdout
 
-    damaged = folder / "snapshots" / "damaged"
+    damaged = snapshots / "damaged"
     damaged.mkdir()
     (damaged / "corpus.ssd").write_bytes(b"SSD\0 damaged")
-    done = run_drill(address, folder / "snapshots", commands)
+    done = run_drill(address, snapshots, commands)
     assert done.returncode == 1
     assert "could not be restored" in done.stderr
     assert "damaged/corpus.refused" in done.stderr

@@ -10,15 +10,15 @@ import argparse
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import median
 from time import perf_counter
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.support import Row, target
+from benchmarks.support import Row
 from engine.config import EngineConfig
 from engine.engine import Engine, build_engine
 from engine.models.config import ModelConfig
@@ -136,46 +136,28 @@ class Ceilings(NamedTuple):
     """Operations per second of a large matrix product."""
 
 
+@cache
 def matrix_weights(model: ModelConfig) -> int:
     """Return the number of weights that every token is multiplied with: the layers and the output projection."""
-    heads = model.num_heads + 2 * model.num_kv_heads
-    attention = model.hidden_size * model.head_dim * (heads + model.num_heads)
-    feed_forward = 3 * model.hidden_size * model.intermediate_size
-    return model.num_layers * (attention + feed_forward) + model.hidden_size * model.vocab_size
+    with torch.device("meta"):
+        modules = [*Decoder(model).modules()]
+    return sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
 
 
-def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+def step_bytes(model: ModelConfig, context: int, sequences: int, itemsize: int) -> int:
+    """Return the bytes that a step of one token of each sequence reads and writes: weights once, keys and values.
 
-
-def step_bytes(model: ModelConfig, contexts: list[int], tokens: int, itemsize: int) -> int:
-    """Return the bytes that a step reads and writes: weights once, keys and values of contexts and of new tokens.
-
-    contexts: number of tokens of each sequence before the step. tokens: number of tokens that each sequence runs.
-    Hidden states and logits are left out: less than 1 % of the bytes for the models measured here.
+    context: number of tokens of each sequence before the step. Hidden states and logits are left out: less than 1 % of
+    the bytes for the models measured here.
     """
-    weights = matrix_weights(model) * itemsize
-    kept = kv_bytes_per_token(model, itemsize) * (sum(contexts) + tokens * len(contexts))
-    return weights + kept
+    kept = model.num_layers * model.cache_size * sequences * (context + 1)
+    return (matrix_weights(model) + kept) * itemsize
 
 
-def step_flops(model: ModelConfig, contexts: list[int], tokens: int) -> int:
+def step_flops(model: ModelConfig, context: int, sequences: int) -> int:
     """Return the operations of the same step: 2 per weight and token, and 4 per dimension of a head, query and key."""
-    products = 2 * matrix_weights(model) * tokens * len(contexts)
-    attention = 4 * model.num_layers * model.num_heads * model.head_dim * tokens * sum(contexts)
-    return products + attention
-
-
-def step_seconds(
-    model: ModelConfig, contexts: list[int], tokens: int, itemsize: int, ceilings: Ceilings
-) -> tuple[float, float]:
-    """Return the seconds to load and the seconds to compute.
-
-    Their sum is the time of a step that does not overlap them; the larger one is a lower bound for any kernel.
-    """
-    loading = step_bytes(model, contexts, tokens, itemsize) / ceilings.bytes_per_s
-    return loading, step_flops(model, contexts, tokens) / ceilings.flops_per_s
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim * context
+    return sequences * (2 * matrix_weights(model) + attention)
 
 
 class SkippedError(Exception):
@@ -196,7 +178,11 @@ def figure(
     additional values of the same run; names contain units.
     """
     value = round(value, 5)
-    row = {"name": name, "value": value} if goal is None else target(name, value, *goal)
+    row: Row = {"name": name, "value": value}
+    if goal is not None:
+        sense, limit = goal
+        is_met = value >= limit if sense == "at least" else value <= limit
+        row |= {"sense": sense, "target": limit, "met": is_met}
     return {**row, "unit": unit, "of": of, "details": details or {}}
 
 
@@ -237,7 +223,7 @@ class Bench:
         Its KV cache has room for them, or is as large as memory allows.
         """
         wanted = sequences * (context + max_draft + 2 * EngineConfig.page_size)
-        kv_bytes = wanted * kv_bytes_per_token(self.config, self.dtype.itemsize)
+        kv_bytes = wanted * self.config.num_layers * self.config.cache_size * self.dtype.itemsize
         if self.on_gpu:
             gc.collect()
             torch.cuda.empty_cache()

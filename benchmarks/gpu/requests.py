@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +30,15 @@ class Item(NamedTuple):
     session: int
     """Session id; requests of a session run one after the other."""
 
-    def limited(self, max_tokens: int) -> Item:
-        """Return the request with an output of this number of tokens; the model's own follow the recorded ones."""
-        sampling = replace(self.request.sampling, max_tokens=max_tokens)
+    @property
+    def texts(self) -> tuple[np.ndarray, np.ndarray]:
+        """The prompt and the recorded output, uint32."""
+        assert self.request.recorded is not None
+        return self.request.prompt, self.request.recorded
+
+    def with_sampling(self, **fields: Any) -> Item:
+        """Return the request with other sampling settings; tokens of the model follow the recorded ones."""
+        sampling = replace(self.request.sampling, **fields)
         return self._replace(request=replace(self.request, sampling=sampling))
 
 
@@ -64,9 +70,9 @@ def replay_items(trace: Recording, prompt_tokens: int, output_tokens: int, vocab
 def learn(drafter: Drafter, items: Sequence[Item]) -> None:
     """Let a drafter learn requests, as if they had been served."""
     for number, item in enumerate(items, FIRST_LEARNED_ID):
-        assert item.request.recorded is not None
-        drafter.start(number, item.request.prompt)
-        drafter.finish(number, item.request.recorded)
+        prompt, recorded = item.texts
+        drafter.start(number, prompt)
+        drafter.finish(number, recorded)
 
 
 @dataclass(eq=False)

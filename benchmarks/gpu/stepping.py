@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from statistics import median
@@ -20,48 +20,34 @@ from ssd.config import DraftShape
 from ssd.types import DraftBatch, Drafter, Progress, Source, offsets_of
 
 WARM_STEPS = 5
+ACCEPT_PROB = 0.9
+"""`accept_prob` of draft tokens that are always rejected."""
 MIN_GAP_US = 5.0
 """Smallest gap between steps. Gaps between kernels of one step are shorter: 1 to 2 us within a CUDA graph."""
 NOT_WORK = ("Memcpy", "Memset")
 """Prefixes of the profiler's names of copies, during which the multiprocessors are idle."""
 
 
-def recorded_output(positions: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return the recorded output of all requests at `positions`, uint32 with the same shape.
-
-    Adjacent positions have different tokens, so that no drafter finds them earlier in the text.
-    """
-    return (positions % vocab_size).astype(np.uint32)
-
-
 class FixedDrafter(Drafter):
-    """Drafts random wrong tokens in the same shape for every sequence."""
+    """Drafts random tokens in the same shape for every sequence, from those that `random_requests` never produce."""
 
-    def __init__(self, parents: np.ndarray, vocab_size: int, accept_prob: float = 0.9) -> None:
-        """parents: int32 [k]. accept_prob: reported for every token."""
+    def __init__(self, parents: np.ndarray, vocab_size: int) -> None:
+        """parents: int32 [k]."""
         self._parents = parents
         self._vocab_size = vocab_size
-        self._accept_prob = accept_prob
         self._random = np.random.default_rng(0)
-        self._produced: Counter[int] = Counter()
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Return a draft of the same shape for every sequence, truncated to `max_draft` tokens."""
         lengths = np.minimum(progress.max_draft, len(self._parents)).astype(np.uint32)
         parents = [self._parents[:length] for length in lengths.tolist()]
-        tokens, offsets = int(lengths.sum()), offsets_of(lengths)
-        ids = progress.sequence_ids.tolist()
-        for sequence_id, count in zip(ids, np.diff(progress.offsets).tolist(), strict=True):
-            self._produced[sequence_id] += count
-        within = np.arange(tokens) - np.repeat(offsets[:-1].astype(np.int64), lengths)
-        positions = within + np.repeat([self._produced[sequence_id] for sequence_id in ids], lengths)
-        shift = self._random.integers(1, self._vocab_size, tokens)
+        count = int(lengths.sum())
         return DraftBatch(
-            tokens=recorded_output(positions + shift, self._vocab_size),
+            tokens=self._random.integers(self._vocab_size // 2, self._vocab_size, count, np.uint32),
             parents=np.concatenate([np.empty(0, np.int32), *parents]),
-            accept_prob=np.full(tokens, self._accept_prob, np.float32),
-            source=np.full(tokens, Source.CORPUS, np.uint8),
-            offsets=offsets,
+            accept_prob=np.full(count, ACCEPT_PROB, np.float32),
+            source=np.full(count, Source.CORPUS, np.uint8),
+            offsets=offsets_of(lengths),
         )
 
 
@@ -76,10 +62,13 @@ def binary_tree(nodes: int) -> np.ndarray:
 
 
 def random_requests(bench: Bench, count: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> list[Request]:
-    """Return requests with random prompts that share no prefix; their outputs are `recorded_output`."""
+    """Return requests with random prompts that share no prefix, and the same output.
+
+    Adjacent positions have different tokens, so that no drafter finds them earlier in the text.
+    """
     random = np.random.default_rng(seed)
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-    output = recorded_output(np.arange(output_tokens), bench.config.vocab_size)
+    output = np.arange(output_tokens, dtype=np.uint32) % np.uint32(bench.config.vocab_size // 2)
     return [
         Request(random.integers(0, bench.config.vocab_size, prompt_tokens, np.uint32), sampling, recorded=output)
         for _ in range(count)

@@ -1,7 +1,10 @@
-"""Measure other engines ("hosts") without speculation, with their own drafters, and with drafts of a sidecar.
+"""Measure other engines ("hosts") without speculation, with their own drafters, and with drafts of a sidecar: by a
+round trip for each step, in which the host sleeps (ssd) or polls (ssd-polling), and from a copy of its corpus in the
+host's process (ssd-replica).
 
     build/hosts/bin/python -m benchmarks.hosts --host vllm [--concurrency 1,4,32,128] [--out FILE]
     .venv/bin/python -m benchmarks.hosts --host transformers [--concurrency 1,8] [--out FILE]
+    build/hosts/bin/python -m benchmarks.hosts --host vllm --with-network eagle [--concurrency 1,16]
     build/hosts/bin/python -m benchmarks.hosts --host llama-cpp
     build/hosts/bin/python -m benchmarks.hosts --host llama-server    (with llama.cpp's `llama-server` on the PATH)
 
@@ -21,9 +24,22 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
-from benchmarks.hosts.engines import MAX_DRAFT, MAX_TOKENS, METHODS, ONE_AT_ONCE, OWN, Run, Task, open_method, run
+from benchmarks.hosts.engines import (
+    MAX_DRAFT,
+    MAX_TOKENS,
+    METHODS,
+    NETWORKS,
+    ONE_AT_ONCE,
+    OWN,
+    Run,
+    Task,
+    open_method,
+    run,
+)
 from benchmarks.hosts.llama import LLAMA_METHODS
+from benchmarks.hosts.network import compare_with_network
 from benchmarks.support import Row, cpu_seconds, list_of, new_parser, positive, report, say
 from drafter_service.observability.measuring.results import machine, versions
 from drafter_service.observability.measuring.rounds import alternated, columns
@@ -60,7 +76,18 @@ def main() -> None:
     parser.add_argument("--group", type=positive, default=40, help="least number of prompts of a method's turn (40)")
     parser.add_argument("--skip", default="", help="methods to leave out, such as suffix without arctic-inference")
     parser.add_argument("--useless", action="store_true", help="random outputs, which no draft can predict")
+    parser.add_argument(
+        "--with-network", choices=NETWORKS, help="compare a network of vLLM with and without the plug-in"
+    )
+    parser.add_argument(
+        "--drafting",
+        choices=("embedded", "replica", "sidecar"),
+        default="embedded",
+        help="with a network: where drafts are made (embedded)",
+    )
     options = parser.parse_args()
+    if options.with_network and options.host != "vllm":
+        parser.error("only vLLM has networks")
     if options.host in LLAMA_METHODS and options.concurrency != [1]:
         parser.error(f"{options.host} runs one request at a time")
     # Waiting threads of vLLM's n-gram drafter would spin.
@@ -70,6 +97,13 @@ def main() -> None:
     prompts = read_texts(SHIPPED_MODEL / PROMPTS_FILE)[: options.prompts]
     methods = [name for name in METHODS[options.host] if name not in options.skip.split(",")]
     rows: list[Row] = []
+    if options.with_network:
+        for concurrency in options.concurrency:
+            rows += compare_with_network(options.with_network, prompts, concurrency, options.drafting)
+        print(markdown_table([*rows[0]], [[str(value) for value in row.values()] for row in rows]), end="")
+        settings = {"network": options.with_network, "drafting": options.drafting, "max_draft": MAX_DRAFT}
+        report({**machine(), **settings, "versions": versions(PACKAGES), "rows": rows}, options.out)
+        return
     for concurrency in options.concurrency:
         size = max(options.group, concurrency)
         tasks = [
@@ -93,29 +127,32 @@ def cell(row: Row, name: str) -> str:
 def compare(host: str, methods: Sequence[str], tasks: Sequence[Task]) -> list[Row]:
     """Run the tasks twice, from an empty corpus on; return a row for each pass and method."""
     rows = []
-    context, cases = multiprocessing.get_context("spawn"), {}
-    with running_sidecar("--capacity", "1M") as sidecar, ExitStack() as stack:
-        os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": sidecar.address, "deadline_s": 0.05})
+    context, cases, sidecars = multiprocessing.get_context("spawn"), {}, {}
+    with ExitStack() as stack:
         for method in methods:
-            pool = ProcessPoolExecutor(1, context, initializer=open_method, initargs=(host, method))
+            settings: dict[str, Any] = {"deadline_s": 0.05}
+            if method in OWN:
+                sidecar = sidecars[method] = stack.enter_context(running_sidecar("--capacity", "1M"))
+                settings |= {"sidecar": sidecar.address, **OWN[method]}
+            arguments = (host, method, json.dumps(settings))
+            pool = ProcessPoolExecutor(1, context, initializer=open_method, initargs=arguments)
             stack.enter_context(pool)
             cases[method] = lambda task, pool=pool: pool.submit(run, task).result()
             cases[method](Task(["def warm_up():"], 1, 4))
         for number in range(1, PASSES + 1):
-            began = cpu_seconds(sidecar.pid)
+            began = {method: cpu_seconds(sidecar.pid) for method, sidecar in sidecars.items()}
             runs = {name: Run.total(own) for name, own in columns(alternated(cases, tasks)).items()}
-            sidecar_s = cpu_seconds(sidecar.pid) - began
+            sidecar_s = {method: cpu_seconds(sidecar.pid) - began[method] for method, sidecar in sidecars.items()}
             shared = {"concurrency": tasks[0].concurrency, "pass": number}
-            rows += [{**shared, **row_of(method, runs, sidecar_s)} for method in methods]
+            rows += [{**shared, **row_of(method, runs, sidecar_s.get(method, 0.0))} for method in methods]
             say(f"{shared}: {', '.join(f'{name} {run.cpu_s:.1f} s' for name, run in runs.items())}")
     return rows
 
 
 def row_of(method: str, runs: dict[str, Run], sidecar_s: float) -> Row:
-    """Return the figures of one method in one pass."""
+    """Return the figures of one method in one pass; sidecar_s: processor time of its sidecar, 0 without one."""
     run = runs[method]
-    own_s = sidecar_s if method == OWN else 0.0
-    others = [each.cpu_s for name, each in runs.items() if not name.startswith(OWN) and name != "empty"]
+    others = [each.cpu_s for name, each in runs.items() if not name.startswith("ssd") and name != "empty"]
     return {
         "method": method,
         "prompts": len(run.outputs),
@@ -123,10 +160,10 @@ def row_of(method: str, runs: dict[str, Run], sidecar_s: float) -> Row:
         "tokens_per_step": round(run.tokens_per_step, 3),
         "engine_cpu_s": round(run.cpu_s, 2),
         "plugin_cpu_s": round(run.plugin_cpu_s, 2),
-        "sidecar_cpu_s": round(own_s, 2),
+        "sidecar_cpu_s": round(sidecar_s, 2),
         "wall_s": round(run.wall_s, 2),
-        "cpu_over_none": round((run.cpu_s + own_s) / runs["none"].cpu_s, 3),
-        "cpu_over_best_other": round((run.cpu_s + own_s) / min(others), 3),
+        "cpu_over_none": round((run.cpu_s + sidecar_s) / runs["none"].cpu_s, 3),
+        "cpu_over_best_other": round((run.cpu_s + sidecar_s) / min(others), 3),
         "wall_over_none": round(run.wall_s / runs["none"].wall_s, 3),
     }
 

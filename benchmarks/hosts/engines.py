@@ -13,11 +13,18 @@ from typing import Any, NamedTuple
 
 from benchmarks.hosts.llama import LLAMA_HOSTS, LLAMA_METHODS
 from drafter_service.observability.measuring.rounds import Timer
-from engine.models.shipped import SHIPPED_MODEL
+from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 
 MAX_TOKENS = 96
-MAX_DRAFT = 16
-OWN = "ssd"
+MAX_DRAFT, NETWORK_DRAFT = 16, 4
+"""Largest number of draft tokens of a request in a step, and that of a host's own network."""
+MAX_SEQUENCES = 128
+OWN: dict[str, dict[str, Any]] = {
+    "ssd": {"drafting": "sidecar"},
+    "ssd-polling": {"drafting": "sidecar", "poll_s": 0.05},
+    "ssd-replica": {"drafting": "replica"},
+}
+"""Methods with our plug-ins and a sidecar, and the settings of each."""
 HOSTS = Path("build/hosts")
 """Virtual environment that `make hosts` makes."""
 VLLM_ENVIRONMENT = {
@@ -32,9 +39,11 @@ VLLM_SPECULATION: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "empty": NULL_PROPOSER,
     "suffix": {"method": "suffix"},
-    OWN: NULL_PROPOSER,
+    **dict.fromkeys(OWN, NULL_PROPOSER),
 }
-METHODS = {"vllm": tuple(VLLM_SPECULATION), "transformers": ("none", "prompt-lookup", OWN), **LLAMA_METHODS}
+NETWORKS = ("draft_model", "eagle", "eagle3")
+"""vLLM's methods with a network for the shipped model that drafts as many tokens as are wanted."""
+METHODS = {"vllm": tuple(VLLM_SPECULATION), "transformers": ("none", "prompt-lookup", *OWN), **LLAMA_METHODS}
 ONE_AT_ONCE = ("prompt-lookup",)
 """Methods that do not run several requests at once."""
 
@@ -55,8 +64,8 @@ class Run:
     """Totals of some prompts."""
 
     outputs: list[list[int]] = field(default_factory=list)
-    request_steps: int = 0
-    """Sum over the steps of the requests that they decoded."""
+    steps: list[int] = field(default_factory=list)
+    """Numbers of steps that decoded each prompt, or the prompts of each batch together."""
     cpu_s: float = 0.0
     plugin_cpu_s: float = 0.0
     """Seconds of `cpu_s` in the plug-in's code."""
@@ -67,7 +76,7 @@ class Run:
         """Return the sum of runs."""
         return cls(
             [output for run in runs for output in run.outputs],
-            sum(run.request_steps for run in runs),
+            [steps for run in runs for steps in run.steps],
             sum(run.cpu_s for run in runs),
             sum(run.plugin_cpu_s for run in runs),
             sum(run.wall_s for run in runs),
@@ -76,7 +85,11 @@ class Run:
     @property
     def tokens_per_step(self) -> float:
         """Output tokens after the first of each prompt, per step of a request."""
-        return sum(len(output) - 1 for output in self.outputs) / max(1, self.request_steps)
+        return sum(len(output) - 1 for output in self.outputs) / max(1, sum(self.steps))
+
+    def part(self, prompts: slice) -> Run:
+        """Return the outputs of some prompts, and their steps, if batches have one prompt."""
+        return Run(self.outputs[prompts], self.steps[prompts])
 
 
 RunTask = Callable[[Task], Run]
@@ -89,22 +102,25 @@ def open_vllm(method: str) -> RunTask:
     from vllm import LLM, SamplingParams
 
     options: dict[str, Any] = {}
-    if method != "none":
+    network, _, own = method.rpartition("+")
+    if network or method in NETWORKS:
+        options["speculative_config"] = network_options(network or method, MAX_DRAFT if network else NETWORK_DRAFT)
+    elif method != "none":
         options["speculative_config"] = {**VLLM_SPECULATION[method], "num_speculative_tokens": MAX_DRAFT}
-    if method == OWN:
+    if own in OWN:
         options["scheduler_cls"] = "drafter_service.plugins.vllm.Scheduler"
     core = LLM(
         str(SHIPPED_MODEL),
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
-        max_num_seqs=128,
+        max_num_seqs=MAX_SEQUENCES,
         disable_log_stats=True,
         **options,
     ).llm_engine
 
     def run_task(task: Task) -> Run:
-        run, outputs = Run(), dict[str, list[int]]()
+        run, outputs = Run(steps=[0] * len(task.prompts)), dict[str, list[int]]()
         temperature = 2.0 if task.is_useless else 0.0
         sampling = SamplingParams(temperature=temperature, max_tokens=task.max_tokens, ignore_eos=task.is_useless)
         waiting, running = list(enumerate(task.prompts)), dict[str, int]()
@@ -116,7 +132,7 @@ def open_vllm(method: str) -> RunTask:
                     running[str(at)] = 0
                 for each in core.step():
                     has_output = len(each.outputs[0].token_ids) > running[each.request_id] > 0
-                    run.request_steps += has_output
+                    run.steps[int(each.request_id)] += has_output
                     running[each.request_id] = len(each.outputs[0].token_ids)
                     if each.finished:
                         outputs[each.request_id] = list(each.outputs[0].token_ids)
@@ -126,6 +142,18 @@ def open_vllm(method: str) -> RunTask:
         return run
 
     return run_task
+
+
+def network_options(method: str, max_draft: int) -> dict[str, Any]:
+    """Return vLLM's options for a network of the shipped model that drafts `NETWORK_DRAFT` tokens."""
+    options = {
+        "method": method,
+        "model": str(SHIPPED_HEADS / method.replace("_", "-")),
+        "num_speculative_tokens": max_draft,
+    }
+    if max_draft > NETWORK_DRAFT:
+        options["num_speculative_tokens_per_batch_size"] = [(1, MAX_SEQUENCES, NETWORK_DRAFT)]
+    return options
 
 
 def open_transformers(method: str) -> RunTask:
@@ -140,7 +168,7 @@ def open_transformers(method: str) -> RunTask:
     options: dict[str, Any] = {}
     if method == "prompt-lookup":
         options = {"prompt_lookup_num_tokens": MAX_DRAFT}
-    elif method == OWN:
+    elif method in OWN:
         from drafter_service.plugins.transformers import SsdGenerate
 
         options = {"custom_generate": SsdGenerate(model, max_draft=MAX_DRAFT)}
@@ -162,20 +190,16 @@ def open_transformers(method: str) -> RunTask:
                     **sampling,
                     **options,
                 )
-            texts = [until(tokenizer.eos_token_id, row) for row in output[:, inputs.input_ids.shape[1] :].tolist()]
+            end, rows = tokenizer.eos_token_id, output[:, inputs.input_ids.shape[1] :].tolist()
+            texts = [row[: row.index(end) + 1] if end in row else row for row in rows]
             # The first step of assisted decoding verifies a draft together with the prompt: it counts as others do.
             # Plain decoding runs finished rows as well, which are not counted.
-            run.request_steps += min(sum(rows_run[1:]), sum(len(text) - 1 for text in texts))
+            run.steps.append(min(sum(rows_run[1:]), sum(len(text) - 1 for text in texts)))
             run.outputs += texts
         run.wall_s, run.cpu_s = timer.wall_s, timer.cpu_s
         return run
 
     return run_task
-
-
-def until(end: int, tokens: list[int]) -> list[int]:
-    """Return the tokens up to the first `end`."""
-    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
 def open_llama(host: str, method: str) -> RunTask:
@@ -188,7 +212,7 @@ def open_llama(host: str, method: str) -> RunTask:
             for prompt in task.prompts:
                 output, steps = complete(prompt, task.max_tokens, task.is_useless)
                 run.outputs.append(output)
-                run.request_steps += steps
+                run.steps.append(steps)
         run.wall_s, run.cpu_s = timer.wall_s, cpu_seconds() - began
         return run
 
@@ -209,11 +233,12 @@ _plugin_s: list[float] = []
 """Processor time of each call of the plug-in."""
 
 
-def open_method(host: str, method: str) -> None:
+def open_method(host: str, method: str, settings: str) -> None:
     """Load a host in this process, and measure the processor time of the plug-in, all of which runs in
-    `HostSession.guarded`.
+    `HostSession.guarded`. settings: those of the plug-in, see `PluginSettings`.
     """
     global _run_task
+    os.environ["SSD_PLUGIN"] = settings
     _run_task = OPENERS[host](method)
     # After vLLM, which must be imported before Numba.
     from drafter_service.plugins.session import HostSession

@@ -25,7 +25,14 @@ START_S = 60.0
 RANDOM = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOOKUPS = (2, 4, 6, 8, 10)
 """Draft tokens of llama-cpp-python's prompt lookup; 10 is its default."""
-PYTHON_METHODS = ("none", *(f"prompt-lookup-{length}" for length in LOOKUPS), "ssd-embedded", "ssd")
+PYTHON_METHODS = (
+    "none",
+    *(f"prompt-lookup-{length}" for length in LOOKUPS),
+    "ssd-embedded",
+    "ssd",
+    "ssd-polling",
+    "ssd-replica",
+)
 SERVER_FLAGS = {
     "none": "",
     "ngram-cache": "",

@@ -1,4 +1,4 @@
-"""What all benchmarks share: command lines, targets, results, processor time and memory."""
+"""What all benchmarks share: command lines, results, processor time and memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,27 +54,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def target(name: str, value: float, sense: Literal["at least", "at most"], limit: float) -> Row:
-    """Return a measured value with its target."""
-    is_met = value >= limit if sense == "at least" else value <= limit
-    return {"name": name, "value": value, "sense": sense, "target": limit, "met": is_met}
-
-
 def report(document: Mapping[str, Any], out: Path | None = None) -> None:
-    """Write a document to a file, and print it as the last line of the output.
-
-    If it has `targets`, say on stderr which were reached, and exit with 1 if one was missed.
-    """
-    rows: Sequence[Row] = document.get("targets", ())
-    for row in rows:
-        verdict = "reached" if row["met"] else "MISSED "
-        say(f"{verdict}  {row['name']}: {row['value']:.4g} ({row['sense']} {row['target']:g})")
+    """Write a document to a file, and print it as the last line of the output."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document), flush=True)
-    if not all(row["met"] for row in rows):
-        sys.exit(1)
 
 
 def with_block(text: str, name: str, block: str) -> str:
@@ -103,11 +88,6 @@ def cpu_seconds(pid: int) -> float:
     """Return the processor time of a running process, without its children."""
     values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of the process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def forget_peak() -> None:

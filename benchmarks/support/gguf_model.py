@@ -7,23 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map, quantize
 from safetensors.torch import load_file
-
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""GGUF's names of the parts of a layer."""
 
 
 def write_gguf(
@@ -57,12 +42,16 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     add_vocabulary(writer, folder, tokens, pre)
     extend(writer)
+    architecture = next(each for each, name in MODEL_ARCH_NAMES.items() if name == config["model_type"])
+    names = get_tensor_name_map(architecture, config["num_hidden_layers"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         weight = tensor.float().numpy()
         if config["model_type"] == "llama":
             weight = in_rotary_order(name, weight, head_dim)
         stored = kind if weight.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), quantize(weight, stored), raw_dtype=stored)
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None
+        writer.add_tensor(own_name, quantize(weight, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -90,14 +79,6 @@ def tokens_of(folder: Path) -> list[str]:
     """Return the texts of the vocabulary of a model folder, by token id."""
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     return sorted(vocabulary, key=vocabulary.__getitem__)
-
-
-def gguf_name(name: str) -> str:
-    """Return GGUF's name of a tensor of a Hugging Face model."""
-    parts = name.removeprefix("model.").split(".")
-    if parts[0] == "layers":
-        return f"blk.{parts[1]}.{NAMES['.'.join(parts[2:-1])]}.{parts[-1]}"
-    return {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[parts[0]] + ".weight"
 
 
 def in_rotary_order(name: str, weight: np.ndarray, head_dim: int) -> np.ndarray:

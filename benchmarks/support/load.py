@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -45,11 +46,7 @@ class Writer:
     """
 
     def __init__(self, seed: int) -> None:
-        world = np.random.default_rng(0)
-        # The frequencies of tokens follow Zipf's law too.
-        self._words = np.minimum(world.zipf(1.3, PHRASES * LONGEST_PHRASE), VOCABULARY).astype(np.uint32) - 1
-        self._words = world.permutation(VOCABULARY).astype(np.uint32)[self._words].reshape(PHRASES, LONGEST_PHRASE)
-        self._lengths = world.integers(SHORTEST_PHRASE, LONGEST_PHRASE + 1, PHRASES)
+        self._words, self._lengths = _phrases()
         self._rng = np.random.default_rng(seed)
 
     def requests(self) -> Iterator[np.ndarray]:
@@ -71,15 +68,25 @@ class Writer:
         return text
 
 
+@functools.cache
+def _phrases() -> tuple[np.ndarray, np.ndarray]:
+    """Return the phrases of all writers, uint32 [PHRASES, LONGEST_PHRASE], and their lengths, int64 [PHRASES]."""
+    rng = np.random.default_rng(0)
+    # The frequencies of tokens follow Zipf's law too.
+    ranks = np.minimum(rng.zipf(1.3, PHRASES * LONGEST_PHRASE), VOCABULARY).astype(np.uint32) - 1
+    words = rng.permutation(VOCABULARY).astype(np.uint32)[ranks].reshape(PHRASES, LONGEST_PHRASE)
+    return words, rng.integers(SHORTEST_PHRASE, LONGEST_PHRASE + 1, PHRASES)
+
+
 class SimulatedEngine:
     """Runs `batch` requests with known outputs at a time; a finished one is replaced at once.
 
     Requests repeat after `AT_ONCE` of them.
     """
 
-    def __init__(self, drafter: Any, batch: int, seed: int = ENGINE_SEED, *, learn: bool = False) -> None:
+    def __init__(self, drafter: Any, batch: int, seed: int = ENGINE_SEED) -> None:
         """Start `batch` requests; drafter: an embedded drafter or a client."""
-        self._drafter, self._batch, self._learn = drafter, batch, learn
+        self._drafter, self._batch = drafter, batch
         # Requests begin at different places, as if they had started one after another.
         first = np.random.default_rng(seed).integers(PROMPT, REQUEST_TOKENS - MAX_DRAFT - 1, batch)
         prompts = [*first.tolist(), *[PROMPT] * (AT_ONCE - batch)]
@@ -108,7 +115,7 @@ class SimulatedEngine:
         seconds = time.perf_counter() - began
         self._step.verify(drafts)
         if self._step.ended.any():
-            self._finish(self._step.ended, learn=self._learn)
+            self._finish(self._step.ended)
             self._step.drop_ended()
             # Prompts run in a separate step. As with a real model, the drafter has then processed started and finished
             # requests before the next timed step.
@@ -120,7 +127,7 @@ class SimulatedEngine:
 
     def stop(self) -> None:
         """Finish the running requests."""
-        self._finish(np.ones(len(self._step), bool), learn=False)
+        self._finish(np.ones(len(self._step), bool))
 
     def _start(self, count: int) -> list[int]:
         """Begin requests, and return them."""
@@ -130,10 +137,10 @@ class SimulatedEngine:
             self._step.add(request)
         return new
 
-    def _finish(self, rows: np.ndarray, *, learn: bool) -> None:
+    def _finish(self, rows: np.ndarray) -> None:
         for row in np.flatnonzero(rows).tolist():
             request, verified = int(self._step.requests[row]), int(self._step.drafted[row])
-            self._drafter.finish(request, self._step.last(row), verified=verified, learn=learn)
+            self._drafter.finish(request, self._step.last(row), verified=verified, learn=False)
 
 
 def client_of(address: str, **options: Any) -> DrafterClient:
@@ -141,22 +148,22 @@ def client_of(address: str, **options: Any) -> DrafterClient:
     return DrafterClient(address, namespace=NAMESPACE, **options)
 
 
-def observe(stub: DrafterServiceStub, namespace: str, texts: Sequence[np.ndarray], **options: Any) -> None:
+def observe(stub: DrafterServiceStub, texts: Sequence[np.ndarray], **options: Any) -> None:
     """Let a service learn texts without request names. options: of the calls."""
     for first in range(0, len(texts), OBSERVED_AT_ONCE):
         part = texts[first : first + OBSERVED_AT_ONCE]
         offsets = offsets_of(np.array([len(text) for text in part], np.uint32))
         message = pb.Texts(tokens=pack(np.concatenate(part), "u4"), offsets=pack(offsets, "u4"))
-        stub.Observe(pb.ObserveRequest(namespace=namespace, texts=message), **options)
+        stub.Observe(pb.ObserveRequest(namespace=NAMESPACE, texts=message), **options)
 
 
-def fill(address: str, texts: Sequence[np.ndarray], namespace: str = NAMESPACE, **options: Any) -> None:
-    """Let a service learn texts, and wait until all of them are draftable. options: of the calls."""
+def fill(address: str, texts: Sequence[np.ndarray]) -> None:
+    """Let a service learn texts, and wait until all of them are draftable."""
     with grpc.insecure_channel(address, options=MESSAGE_SIZES) as channel:
         stub = DrafterServiceStub(channel)
-        observe(stub, namespace, texts, wait_for_ready=True, **options)
+        observe(stub, texts, wait_for_ready=True)
         # Forgetting an unknown name waits for all.
-        stub.Forget(pb.ForgetRequest(namespace=namespace, request_id="unknown"), **options)
+        stub.Forget(pb.ForgetRequest(namespace=NAMESPACE, request_id="unknown"))
 
 
 class Feed:
@@ -183,6 +190,6 @@ class Feed:
             stub = DrafterServiceStub(channel)
             while not self._stopping.is_set():
                 texts = [*itertools.islice(self._requests, FEED_TEXTS)]
-                observe(stub, NAMESPACE, texts)
+                observe(stub, texts)
                 self.tokens += sum(map(len, texts))
                 self._stopping.wait(max(0.0, began + self.tokens / self._tokens_per_s - time.monotonic()))

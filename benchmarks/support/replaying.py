@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.support import Row
+from benchmarks.support import ROOT, Row
 from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
@@ -21,10 +21,11 @@ from ssd.types import DraftBatch, Drafter
 
 # The kernels take seconds to import.
 if TYPE_CHECKING:
-    from ssd.budget.curve import StepCurve
     from ssd.drafter import SuffixDrafter
     from ssd.replay import Counts, Step
 
+PRIOR = ROOT / "ssd" / "kernels" / "prior.npz"
+"""Start values that `ssd` ships."""
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
 BY_VERSION = "version"
 """Concurrency of synchronous rollouts: all requests of a version at once, then all of the next version."""
@@ -54,9 +55,14 @@ class Candidate:
 
 
 def own_candidates(
-    drafter: str, ks: Sequence[int], shapes: Sequence[str] = (), costs: Sequence[float] = ()
+    drafter: str,
+    ks: Sequence[int],
+    shapes: Sequence[str] = (),
+    costs: Sequence[float] = (),
+    *,
+    prior: Path | None = PRIOR,
 ) -> Iterator[Candidate]:
-    """Return the settings of one of the project's drafters."""
+    """Return the settings of one of the project's drafters. prior: see `ssd_drafter`."""
     if drafter == "none":
         yield Candidate("none", "", lambda _: NoDrafter())
         return
@@ -68,18 +74,21 @@ def own_candidates(
         else:
             for shape in shapes:
                 for cost in costs:
-                    build = functools.partial(ssd_drafter, k=k, shape=shape, cost=cost)
+                    build = functools.partial(ssd_drafter, k=k, shape=shape, cost=cost, prior=prior)
                     yield Candidate("ssd", f"{shape} k={k}", build, k, shape, cost)
 
 
-def ssd_drafter(
-    capacity: int, k: int, shape: str, cost: float | None = None, curve: StepCurve | None = None
-) -> SuffixDrafter:
-    """Return SSD's drafter; curve: durations of the engine's steps."""
+def ssd_drafter(capacity: int, k: int, shape: str, cost: float, prior: Path | None = PRIOR) -> SuffixDrafter:
+    """Return SSD's drafter, whose tables start from a file of `benchmarks.priors`; None: from formulas."""
     from ssd import Corpus, SuffixDrafter
+    from ssd.kernels.learned import start_values
 
     config = DrafterConfig(capacity=capacity, draft_shape=shape, max_draft=k, cost=cost)  # type: ignore[arg-type]
-    return SuffixDrafter(config, corpus=Corpus.from_config(config), curve=curve)
+    corpus = Corpus.from_config(config)
+    if prior != PRIOR:
+        for own, start in zip(corpus.learned, start_values(prior), strict=False):
+            own[:] = start
+    return SuffixDrafter(config, corpus=corpus)
 
 
 def classic_drafter(capacity: int, k: int) -> Drafter:
@@ -88,20 +97,6 @@ def classic_drafter(capacity: int, k: int) -> Drafter:
 
     config = DrafterConfig(capacity=capacity, max_draft=k)
     return ClassicDrafter(config, corpus=Corpus.from_config(config))
-
-
-def starting_from(candidate: Candidate, prior: Path | None) -> Candidate:
-    """Return a setting of SSD whose tables start from a file of `benchmarks.priors`; None: from formulas."""
-
-    def build(capacity: int) -> Any:
-        from ssd.kernels.learned import start_values
-
-        drafter: Any = candidate.build(capacity)
-        for own, start in zip(drafter.corpus.learned.arrays, start_values(prior), strict=False):
-            own[:] = start
-        return drafter
-
-    return replace(candidate, build=build)
 
 
 @dataclass
@@ -163,20 +158,32 @@ def replay(
 ) -> Tally:
     """Replay a recording with a new drafter, `concurrency` requests at a time or by version (see `BY_VERSION`).
 
-    times: number of replays with the same drafter; the tally is that of the last one. groups: whether the drafter is
-    given groups and versions. drafter: instead of a new one. watch: called with numbers of replayed output tokens.
+    times: number of replays with the same drafter, each with other sessions and versions; the tally is that of the last
+    one. groups: whether a drafter that takes rollouts is given groups and versions. drafter: instead of a new one.
+    watch: called with numbers of replayed output tokens. The classic drafter gets no session ids.
     """
     import ssd.replay
     from ssd.base import CorpusDrafter
+    from ssd.corpus.rollout import Rollout
 
     drafter = drafter or new_drafter(candidate, recording, times)
+    taken, versions = inspect.signature(drafter.start).parameters, recording.versions
     batches = None
     if concurrency == BY_VERSION:
-        batches = [np.flatnonzero(recording.versions == version) for version in np.unique(recording.versions)]
+        batches = [np.flatnonzero(versions == version) for version in np.unique(versions)]
     for number in range(times):
         tally = Tally(
             candidate.drafter == "arctic" or isinstance(drafter, CorpusDrafter), COLD_SHARE * recording.output_tokens
         )
+
+        def options(request: int, number: int = number) -> Mapping[str, object]:
+            given: dict[str, object] = {"session_id": None} if candidate.drafter == "classic" else {}
+            session, group, version = int(recording.sessions[request]), recording.groups[request], versions[request]
+            if number and session >= 0 and "session_id" in taken and not given:
+                given["session_id"] = f"{session}, replay {number}"
+            if groups and group >= 0 and "rollout" in taken:
+                given["rollout"] = Rollout(str(group), max(0, int(version)) + number * (1 + int(versions.max())))
+            return given
 
         def observe(step: Step, tally: Tally = tally) -> None:
             tally.observe(step)
@@ -188,39 +195,11 @@ def replay(
             concurrency=len(recording) if isinstance(concurrency, str) else concurrency,
             max_draft=candidate.k,
             batches=batches,
-            options=options_of(candidate, drafter, recording, number, groups=groups),
+            options=options,
             observe=observe,
         )
     tally.prompt_tokens = int(recording.prompt_lengths.sum())
     return tally
-
-
-def options_of(
-    candidate: Candidate, drafter: Any, recording: Recording, number: int = 0, *, groups: bool = False
-) -> Callable[[int], Mapping[str, object]]:
-    """Return the function that returns further arguments of a drafter's `start` for a request.
-
-    number: of earlier replays with the drafter, whose sessions and versions are others. groups: whether a drafter that
-    takes rollouts is given the request's. The classic drafter gets no session ids.
-    """
-    taken = inspect.signature(drafter.start).parameters
-
-    def options(request: int) -> Mapping[str, object]:
-        given: dict[str, object] = {}
-        session, group, version = (
-            int(column[request]) for column in (recording.sessions, recording.groups, recording.versions)
-        )
-        if candidate.drafter == "classic":
-            given["session_id"] = None
-        elif number and session >= 0 and "session_id" in taken:
-            given["session_id"] = f"{session}, replay {number}"
-        if groups and group >= 0 and "rollout" in taken:
-            from ssd.corpus.rollout import Rollout
-
-            given["rollout"] = Rollout(str(group), max(0, version) + number * (1 + int(recording.versions.max())))
-        return given
-
-    return options
 
 
 def figures(tally: Tally, cost: float) -> Row:

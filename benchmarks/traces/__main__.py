@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -32,7 +31,6 @@ from drafter_service.observability.pages.tables import console_table
 FOLDER = Path("build/traces")
 HEADS = ("trace", "source", "licence", "requests", "prompt tokens", "output tokens", "result")
 REPOSITORIES = "https://raw.githubusercontent.com"
-TRIES = 3
 TIMEOUT_S = 30
 
 Entry = Mapping[str, Any]
@@ -143,17 +141,12 @@ def download(url: str, sha256: str, path: Path, mirror: str | None) -> bytes:
 
 
 def _read(url: str) -> bytes:
-    """Return the content of a file. Raises DownloadError, after several tries if the connection is lost."""
-    reason = ""
-    for _ in range(TRIES):
-        try:
-            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as error:
-            raise DownloadError(f"{url}: {error}") from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = str(error)
-    raise DownloadError(f"{url}: {reason}; the same command continues with this file")
+    """Return the content of a file. Raises DownloadError."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            return answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise DownloadError(f"{url}: {error}; the same command continues with this file") from None
 
 
 if __name__ == "__main__":

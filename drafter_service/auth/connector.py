@@ -51,7 +51,7 @@ class Connector:
 
     def __init__(self, address: Address, access: ClientAccess, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Check the files. Raises UserError for unusable ones, and for a token sent unencrypted over a network."""
-        self._address = address
+        self.address = address
         self._access = access
         self._token: Watched[str] | None = None
         if (path := access.token) is not None:
@@ -65,15 +65,15 @@ class Connector:
         options = [*MESSAGE_SIZES, *options]
         credentials = self._credentials()
         if credentials is None:
-            return grpc.insecure_channel(self._address.text, options=options)
-        return grpc.secure_channel(self._address.text, credentials, options=self._with_name(options))
+            return grpc.insecure_channel(self.address.text, options=options)
+        return grpc.secure_channel(self.address.text, credentials, options=self._with_name(options))
 
     def connect_steps(self, timeout_s: float) -> socket.socket | None:
         """Connect to the step socket; return None if no server listens there, with TLS, and for a network address.
 
         Raises OSError if the process has no free file descriptor.
         """
-        steps = self._address.steps
+        steps = self.address.steps
         if self._access.ca is not None or steps is None or steps.socket_path is None or not steps.socket_path.exists():
             return None
         connection = socket.socket(socket.AF_UNIX)
@@ -95,7 +95,7 @@ class Connector:
 
     def _with_name(self, options: ChannelOptions) -> ChannelOptions:
         # By default gRPC would compare the path of the socket with the certificate.
-        name = self._access.server_name or (None if self._address.socket_path is None else "localhost")
+        name = self._access.server_name or (None if self.address.socket_path is None else "localhost")
         return options if name is None else [*options, ("grpc.ssl_target_name_override", name)]
 
     def _credentials(self) -> grpc.ChannelCredentials | None:

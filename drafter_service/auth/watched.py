@@ -31,7 +31,7 @@ class Watched(Generic[T]):
         check_interval_s: float = CHECK_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the files. Raises the UserError of `read` for unusable files; later errors are logged."""
+        """Read the files. Raises the UserError of `read` for unusable files; each later error is logged once."""
         self._paths = paths
         self._read = read
         self._check_interval_s = check_interval_s
@@ -39,27 +39,36 @@ class Watched(Generic[T]):
         self._checking = threading.Lock()
         # The signature is computed first, so that a change while the files are read is detected.
         self._signature = self._sign()
+        """Signature of the files when `_value` was read."""
         self._value = read()
+        self._problem = ""
+        """Why changed files cannot be used."""
         self._next_check = clock() + check_interval_s
 
     def current(self) -> T:
-        """Return the value, the same object until a file changes. Unusable files do not change it."""
+        """Return the value, the same object until a file changes.
+
+        Unusable files do not change it, and are read again at the next check: the error may pass.
+        """
         if self._clock() < self._next_check:
             return self._value
         with self._checking:
             self._next_check = self._clock() + self._check_interval_s
             signature = self._sign()
             if signature != self._signature:
-                self._signature = signature
-                self._reload()
+                self._reload(signature)
             return self._value
 
-    def _reload(self) -> None:
+    def _reload(self, signature: Signature) -> None:
+        before = self._problem
         try:
             self._value = self._read()
         except (UserError, OSError) as problem:
-            LOG.error("%s; the previous contents remain in force", problem)
+            self._problem = str(problem)
+            if self._problem != before:
+                LOG.error("%s; the previous contents remain in force", problem)
         else:
+            self._signature, self._problem = signature, ""
             LOG.info("reloaded: %s", ", ".join(map(str, self._paths)))
 
     def _sign(self) -> Signature:

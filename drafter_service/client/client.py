@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from random import Random
 from types import TracebackType
@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 
 from drafter_service.auth.connector import ClientAccess, Connector
-from drafter_service.client.connection import ConnectionState, RefusedError, StreamEnd
+from drafter_service.client.connection import ConnectionState, RefusedError, StreamEnd, find_other_server
 from drafter_service.client.protocol import Counters, Protocol, Turn, Welcome, hello_message
 from drafter_service.client.streams import GrpcStream, SocketStream, Stream
 from drafter_service.stubs import drafter_pb2 as pb
@@ -66,6 +66,7 @@ class DrafterClient(Drafter):
         address: str,
         *,
         deadline_s: float = DEADLINE_S,
+        poll_s: float = 0.0,
         model: ModelIdentity | None = None,
         namespace: str = "",
         host: str = "",
@@ -75,33 +76,39 @@ class DrafterClient(Drafter):
         padding: Padding = NO_PADDING,
         shadow: bool = False,
         required: bool = True,
+        on_welcome: Callable[[Welcome], None] = lambda _: None,
         on_lost: Callable[[str], None] = lambda _: None,
         on_resumed: Callable[[], None] = lambda: None,
     ) -> None:
         """Connect to the service at `address`, and reconnect after each loss.
 
-        deadline_s: maximum wait for the drafts of a step. model: the served model. namespace: name of the corpus; ""
-        for the default namespace of the model. host: name and version of the engine for the service's report, such as
-        "vllm/0.32.0". engine: name of this engine in reports and metrics, of at most 128 letters, digits and characters
-        of "_.:@/-"; "": machine and process id, such as "node-3:4711". access: TLS files and bearer token. draft_shape:
-        shape of the drafts that the engine verifies; None: as the service is configured. shadow: withhold all drafts;
-        the service reports what they would have gained. required: raise UserError if no service answers, or it refuses;
-        otherwise there are no drafts until one accepts. on_lost: called with the reason, once for each loss of the
+        deadline_s: maximum wait for the drafts of a step. poll_s: time of that wait for which the step socket is polled
+        before this process sleeps, which keeps the engine's core awake and warm; it takes a core of its own. model: the
+        served model. namespace: name of the corpus; "" for the default namespace of the model. host: name and version
+        of the engine for the service's report, such as "vllm/0.32.0". engine: name of this engine in reports and
+        metrics, of at most 128 letters, digits and characters of "_.:@/-"; "": machine and process id, such as
+        "node-3:4711". access: TLS files and bearer token. draft_shape: shape of the drafts that the engine verifies;
+        None: as the service is configured. shadow: withhold all drafts; the service reports what they would have
+        gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts until one
+        accepts. on_welcome: called once, when one accepts. on_lost: called with the reason, once for each loss of the
         connection. on_resumed: called after such a loss once the service has answered several requests again. Raises
-        UserError for an invalid address and for unusable files, ValueError for a negative deadline, an unknown shape
-        and an invalid name of an engine.
+        UserError for an invalid address and for unusable files, ValueError for a negative time, an unknown shape and an
+        invalid name of an engine.
         """
-        if not deadline_s >= 0:
-            raise ValueError(f"deadline_s must be 0 s or more, not {deadline_s}")
+        for name, seconds in (("deadline_s", deadline_s), ("poll_s", poll_s)):
+            if not seconds >= 0:
+                raise ValueError(f"{name} must be 0 s or more, not {seconds}")
         self.address = Address.parse(address).text
         self.transport = ""
         """Transport of the connection: "socket" for the step socket, "grpc", or "" while there is none."""
         self._connector = Connector(Address.parse(address), access or ClientAccess())
-        self._deadline_s = deadline_s
+        self._deadline_s, self._poll_s = deadline_s, poll_s
+        self._on_welcome: Callable[[Welcome], None] | None = on_welcome
+        """None once it was called."""
         self._on_lost = on_lost
         self._on_resumed = on_resumed
         self._protocol = Protocol(hello_message(model, namespace, host, draft_shape, padding, engine), shadow=shadow)
-        self._connection = ConnectionState(Random())
+        self._connection = ConnectionState(self.address, Random())
         self._process = os.getpid()
         self._is_required = required
         self._is_closing = False
@@ -322,7 +329,7 @@ class DrafterClient(Drafter):
         self._decided.wait(CONNECT_TIMEOUT_S)
         with self._lock:
             self._is_required = False
-            failure = None if self.lost is None else self._connection.failure(self.address)
+            failure = None if self.lost is None else self._connection.failure
         if failure is not None:
             self.close()
             raise failure
@@ -340,9 +347,8 @@ class DrafterClient(Drafter):
                     self._check_silence()
                 drafts = self._protocol.settle(turn)
                 self._watch()
-                has_resumed = self._connection.take_resumption()
-        if has_resumed:
-            self._notify("on_resumed", self._on_resumed)
+                news = self._take_news()
+        self._notify(news)
         return drafts
 
     def _receive_until(self, condition: Callable[[], bool], stream: Stream | None, until: float) -> None:
@@ -357,7 +363,7 @@ class DrafterClient(Drafter):
         """End the stream if its oldest request has been unanswered for too long."""
         silent_s = self._protocol.pending.oldest_wait_s
         if silent_s > PATIENCE_S:
-            self._leave(StreamEnd(f"it has not answered for {silent_s:.0f} s"))
+            self._leave(self._connection.end_of(f"it has not answered for {silent_s:.0f} s"))
 
     # Both threads, with the lock.
 
@@ -365,6 +371,16 @@ class DrafterClient(Drafter):
         """Let the client's thread receive outstanding responses."""
         if self._stream is not None and self._protocol.pending.has_pending:
             self._stream.watch()
+
+    def _take_news(self) -> list[tuple[str, Callable[[], None]]]:
+        """Return the callbacks of the owner that are due, with their names."""
+        news: list[tuple[str, Callable[[], None]]] = []
+        if self.welcome is not None and self._on_welcome is not None:
+            news.append(("on_welcome", partial(self._on_welcome, self.welcome)))
+            self._on_welcome = None
+        if self._connection.take_resumption():
+            news.append(("on_resumed", self._on_resumed))
+        return news
 
     def _receive(self) -> None:
         try:
@@ -392,12 +408,14 @@ class DrafterClient(Drafter):
         wait_s: float | None = 0.0
         while wait_s is not None and not self._stopping.wait(wait_s):
             problem = self._run_stream()
+            if self.welcome is None and isinstance(problem, grpc.RpcError):
+                problem = find_other_server(self.address) or problem
             with self._lock:
                 wait_s, report = self._end_stream(problem)
             if wait_s is None:
                 self._decided.set()
             if report is not None:
-                self._notify("on_lost", partial(self._on_lost, report))
+                self._notify([("on_lost", partial(self._on_lost, report))])
 
     def _run_stream(self) -> Exception | None:
         """Run one stream until its end; return the exception that ended it, None if the service ended it normally."""
@@ -421,7 +439,7 @@ class DrafterClient(Drafter):
         """Open a stream. Raises UserError for files that have become unusable, and OSError without descriptors."""
         connection = self._connector.connect_steps(CONNECT_TIMEOUT_S)
         if connection is not None:
-            return SocketStream(connection, self._connector.authorization())
+            return SocketStream(connection, self._connector.authorization(), self._poll_s)
         return GrpcStream(self._connector.open(CHANNEL_OPTIONS), self._connector.metadata())
 
     def _receive_unless_awaited(self) -> None:
@@ -435,9 +453,8 @@ class DrafterClient(Drafter):
             self._watch()
             if self.lost is None:
                 self._decided.set()
-            has_resumed = self._connection.take_resumption()
-        if has_resumed:
-            self._notify("on_resumed", self._on_resumed)
+            news = self._take_news()
+        self._notify(news)
 
     def _end_stream(self, problem: Exception | None) -> tuple[float | None, str | None]:
         """Record the end of a stream; return the result of `ConnectionState.ended`."""
@@ -452,9 +469,10 @@ class DrafterClient(Drafter):
             self._stream = None
         return wait_s, None if self._is_required or self._is_closing else report
 
-    def _notify(self, name: str, callback: Callable[[], None]) -> None:
-        """Call a callback of the owner, and log its exceptions."""
-        try:
-            callback()
-        except Exception as problem:
-            logger.error(f"{name} raised", problem=type(problem).__name__)
+    def _notify(self, news: Iterable[tuple[str, Callable[[], None]]]) -> None:
+        """Call callbacks of the owner by name, and log their exceptions."""
+        for name, callback in news:
+            try:
+                callback()
+            except Exception as problem:
+                logger.error(f"{name} raised", problem=type(problem).__name__)

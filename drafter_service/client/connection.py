@@ -25,6 +25,9 @@ REFUSALS = (
 )
 """Status codes of a handshake after which reconnecting does not help."""
 
+ELSEWHERE = "give the address of a drafter, or start one at a free address: ssd-drafter serve --listen ADDRESS"
+"""Advice for an address where a server of another kind listens."""
+
 ABSENCES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Status codes when nothing answers at an address."""
 
@@ -38,28 +41,38 @@ class AbsentError(UserError):
 
 
 def check_address(address: str) -> None:
-    """Raise AbsentError if nothing listens at an address of a service, UserError if it is not an address."""
+    """Raise AbsentError if no service listens at an address, UserError if it is not an address."""
     parsed = Address.parse(address)
-    if (reason := parsed.find_listener()) is not None:
-        raise AbsentError(absence(parsed.text, reason))
+    try:
+        parsed.connect().close()
+    except OSError as problem:
+        raise AbsentError(absence(parsed.text, problem.strerror or str(problem))) from None
+    if (other := find_other_server(address)) is not None:
+        raise other
+
+
+def find_other_server(address: str) -> AbsentError | None:
+    """Return the error for an address where a server of another kind listens; None if none is recognized there."""
+    kind = Address.parse(address).kind_of_other_server()
+    return AbsentError(f"{kind} listens at {address}, not a drafter; {ELSEWHERE}") if kind else None
 
 
 @dataclass(frozen=True)
 class StreamEnd:
-    """The end of a stream and its reason."""
+    """The end of a stream."""
 
     reason: str
-    code: grpc.StatusCode | None = None
+    error: UserError
+    """The error for an owner that requires the service."""
     is_final: bool = False
     """Whether the service refuses this client, so that reconnecting is useless."""
-    is_violation: bool = False
-    """Whether one side violated the protocol."""
 
 
 class ConnectionState:
     """Records whether a client is connected and decides when it reconnects; opens no connections."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, address: str, rng: Random) -> None:
+        self._address = address
         self.lost: str | None = "there was no connection yet"
         """Reason why there are no drafts; None while connected."""
         self.last_end: StreamEnd | None = None
@@ -105,37 +118,40 @@ class ConnectionState:
         self._failures += 1
         return self._rng.uniform(0, interval), report
 
-    def end_of(self, problem: Exception | None) -> StreamEnd:
-        """Return the end of a stream with an exception; None: the service ended it normally."""
-        if problem is None:
-            return StreamEnd("it ended the stream")
-        if isinstance(problem, RefusedError):
-            return StreamEnd(str(problem), is_final=True)
-        if isinstance(problem, WireError):
-            return StreamEnd(f"it and this client disagree: {problem}", is_violation=True)
-        if isinstance(problem, grpc.RpcError):
-            code = problem.code()
-            is_final = self.lost is not None and code in REFUSALS
-            details = str(problem.details() or code.name)
-            if code is grpc.StatusCode.UNAVAILABLE and not details.startswith(NOT_READY):
-                details = system_error(details)
-            return StreamEnd(details, code, is_final=is_final)
-        if isinstance(problem, UserError):
-            return StreamEnd(str(problem))
-        if isinstance(problem, OSError):
-            return StreamEnd(f"this process cannot connect: {problem.strerror or type(problem).__name__}")
-        # The text of an unexpected error may contain tokens of users.
-        return StreamEnd(f"this client failed: {type(problem).__name__}")
+    def end_of(self, problem: Exception | str | None) -> StreamEnd:
+        """Return the end of a stream with an exception, or for a reason; None: the service ended it normally."""
+        reason, code = "it ended the stream" if problem is None else str(problem), None
+        match problem:
+            case None | str() | RefusedError() | UserError():
+                pass
+            case WireError():
+                reason = f"it and this client disagree: {problem}"
+            case grpc.RpcError():
+                code = problem.code()
+                reason = str(problem.details() or code.name)
+                if code in ABSENCES and not reason.startswith(NOT_READY):
+                    reason = system_error(reason)
+            case OSError():
+                reason = f"this process cannot connect: {problem.strerror or type(problem).__name__}"
+            case _:
+                # The text of an unexpected error may contain tokens of users.
+                reason = f"this client failed: {type(problem).__name__}"
+        is_final = isinstance(problem, RefusedError) or (self.lost is not None and code in REFUSALS)
+        address = self._address
+        error = UserError(f"the drafter at {address} does not serve this client: {reason}")
+        if isinstance(problem, AbsentError):
+            error = problem
+        elif reason.startswith(NOT_READY):
+            error = AbsentError(f"the drafter at {address} is {reason}")
+        elif code in ABSENCES:
+            error = AbsentError(absence(address, reason))
+        elif code is grpc.StatusCode.UNIMPLEMENTED or isinstance(problem, WireError):
+            error = UserError(f"something other than a drafter ({reason}) answers at {address}; {start_one(address)}")
+        return StreamEnd(reason, error, is_final)
 
-    def failure(self, address: str) -> UserError:
-        """Return the error for an owner that requires the service."""
-        end = self.last_end
-        if end is not None and end.reason.startswith(NOT_READY):
-            return AbsentError(f"the drafter at {address} is {end.reason}")
-        if end is None or end.code in ABSENCES:
-            return AbsentError(absence(address, end.reason if end else "there was no response in time"))
-        if end.is_violation or end.code is grpc.StatusCode.UNIMPLEMENTED:
-            return UserError(
-                f"something other than a drafter ({end.reason}) answers at {address}; {start_one(address)}"
-            )
-        return UserError(f"the drafter at {address} does not serve this client: {end.reason}")
+    @property
+    def failure(self) -> UserError:
+        """The error for an owner that requires the service."""
+        if self.last_end is None:
+            return AbsentError(absence(self._address, "there was no response in time"))
+        return self.last_end.error

@@ -153,12 +153,8 @@ SPLITTINGS = {
 """Supported values of `tokenizer.ggml.pre`."""
 
 
-def load_gguf_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a GGUF file. Raises UserError for a missing, damaged or unknown one."""
-    try:
-        import tokenizers  # noqa: F401
-    except ImportError:
-        raise missing_extra("the tokenizer of a model needs tokenizers", "text") from None
+def gguf_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a GGUF file. Raises UserError for an unknown one, and others for a damaged one."""
     file = open_gguf(path)
     kind = file.field("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -166,15 +162,10 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
             f"{path} has a tokenizer of the kind {kind!r}; only BPE (gpt2) and SentencePiece's BPE (llama) are read, "
             "so give the model's folder"
         )
-    try:
-        tokenizer, has_bos = _byte_level(file) if kind == "gpt2" else _scored_pieces(file)
-        _add_special_tokens(tokenizer, file)
-        if file.metadata.get("tokenizer.ggml.add_bos_token", has_bos):
-            _begin_with_bos(tokenizer, file)
-    except UserError:
-        raise
-    except Exception as problem:  # The library raises plain exceptions.
-        raise UserError(f"the tokenizer in {path} cannot be read ({problem}); download or copy it again") from None
+    tokenizer, has_bos = _byte_level(file) if kind == "gpt2" else _scored_pieces(file)
+    _add_special_tokens(tokenizer, file)
+    if file.metadata.get("tokenizer.ggml.add_bos_token", has_bos):
+        _begin_with_bos(tokenizer, file)
     return tokenizer
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -40,13 +40,24 @@ class Phase(Enum):
     READY = auto()
 
 
-class Pending(NamedTuple):
-    """A request that is not answered yet."""
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request, and the state of its response."""
 
     step: int
+    """Number of the request."""
     sent_at: float
-    wants_drafts: bool
-    text_bytes: int
+    text_bytes: int = 0
+    """Bytes of text that it starts or ends with."""
+    wants_drafts: bool = False
+    is_delayed: bool = False
+    """Whether it follows requests with much text."""
+    is_over: bool = False
+    """Whether it was answered, or its stream has ended."""
+    is_late: bool = False
+    """Whether nobody waits for its drafts any more."""
+    drafts: pb.Drafts | None = None
+    """The requested drafts, once they have arrived."""
 
 
 class PendingRequests:
@@ -61,14 +72,8 @@ class PendingRequests:
         self._step = 0
         self._send: Send = lambda _: None
         self._pending: deque[Pending] = deque()
-        self._awaited: int | None = None
-        """Number of the request whose drafts the caller waits for."""
-        self._drafts: pb.Drafts | None = None
-        """Drafts of the awaited request, once they have arrived."""
         self._is_late = False
         """Whether drafts are outstanding after their deadline."""
-        self._is_delayed = False
-        """Whether the awaited response follows requests with much text."""
         self._misses = 0
         """Number of consecutive late draft responses."""
         self._backoff_steps = 0
@@ -98,21 +103,25 @@ class PendingRequests:
     def close(self) -> None:
         """End the stream, and discard its pending requests."""
         self.phase = Phase.OFFLINE
+        for each in self._pending:
+            each.is_over = True
         self._pending.clear()
-        self._awaited = self._drafts = None
         self._is_late = False
         self._misses = self._backoff_steps = 0
 
-    def send(self, request: pb.DraftRequest, text_bytes: int = 0, *, wants_drafts: bool = False) -> int:
-        """Number a request and send it; return its number. text_bytes: bytes of text that it starts or ends with."""
+    def send(self, request: pb.DraftRequest, text_bytes: int = 0, *, wants_drafts: bool = False) -> Pending:
+        """Number a request and send it. text_bytes: bytes of text that it starts or ends with."""
         self._step += 1
         request.step = self._step
-        self._pending.append(Pending(self._step, self._clock(), wants_drafts, text_bytes))
+        pending = Pending(self._step, self._clock(), text_bytes, wants_drafts)
+        if self._pending and wants_drafts:
+            pending.is_delayed = sum(each.text_bytes for each in self._pending) >= DELAYING_BYTES
+        self._pending.append(pending)
         self._send(request.SerializeToString())
-        return self._step
+        return pending
 
-    def receive(self, data: bytes) -> pb.DraftResponse:
-        """Return a response, after matching it with the oldest pending request.
+    def receive(self, data: bytes) -> tuple[pb.DraftResponse, Pending]:
+        """Return a response, and its request, the oldest pending one.
 
         Raises RefusedError if the handshake is refused, and WireError for any other error, for a response that does not
         belong to the oldest pending request, and for one that cannot be parsed.
@@ -127,14 +136,15 @@ class PendingRequests:
             is_refused = self.phase is Phase.HANDSHAKE and response.error.code != RESOURCE_EXHAUSTED
             raise (RefusedError if is_refused else WireError)(response.error.message)
         answered = self._pending.popleft()
+        answered.is_over = True
         if self.phase is Phase.HANDSHAKE:
             self.phase = Phase.READY
-        elif answered.wants_drafts and answered.step == self._awaited:
-            self._drafts = response.drafts
         elif answered.wants_drafts:
+            answered.drafts = response.drafts
+        if answered.is_late:
             self._is_late = False
             self.dropped += 1
-        return response
+        return response, answered
 
     def may_request_drafts(self) -> bool:
         """Return whether to request drafts in this step. Call it once per step."""
@@ -145,29 +155,12 @@ class PendingRequests:
             return False
         return True
 
-    def request_drafts(self, request: pb.DraftRequest) -> int:
-        """Send a request whose drafts the caller will wait for; return its number."""
-        self._is_delayed = bool(self._pending) and sum(each.text_bytes for each in self._pending) >= DELAYING_BYTES
-        self._awaited = self._step + 1
-        return self.send(request, wants_drafts=True)
-
-    def is_waiting(self, step: int) -> bool:
-        """Return whether the drafts of a request are outstanding."""
-        return self._awaited == step and self._drafts is None
-
-    def is_cut(self, step: int) -> bool:
-        """Return whether the stream of a request ended before the request was answered."""
-        return self._awaited != step
-
-    def take_drafts(self) -> pb.Drafts | None:
-        """Stop waiting for the awaited drafts; return them if they have arrived."""
-        drafts = self._drafts
+    def stop_waiting(self, request: Pending) -> None:
+        """Record that the engine continues with the drafts of a request, or without them if it is not over."""
         # Each consecutive miss doubles the number of skipped steps.
-        if drafts is not None:
+        if request.is_over:
             self._misses = 0
-        elif not self._is_delayed:
-            self._misses += 1
+        else:
+            self._is_late = request.is_late = True
+            self._misses += not request.is_delayed
         self._backoff_steps = (1 << min(max(0, self._misses - 1), MAX_BACKOFF_DOUBLINGS)) - 1
-        self._is_late = drafts is None
-        self._awaited = self._drafts = None
-        return drafts

@@ -17,7 +17,7 @@ import numpy as np
 
 from drafter_service.client.connection import RefusedError
 from drafter_service.client.identity import process_name
-from drafter_service.client.pending import PendingRequests, Phase, Send
+from drafter_service.client.pending import Pending, PendingRequests, Phase, Send
 from drafter_service.client.sequences import TOKEN_BYTES, RemoteSequence, Sequences
 from drafter_service.observability.process import own_version
 from drafter_service.stubs import drafter_pb2 as pb
@@ -52,6 +52,39 @@ ALL, NONE = slice(None), slice(0)
 
 
 @dataclass(frozen=True)
+class NamespaceState:
+    """A namespace in use, and how much it held before."""
+
+    namespace: str
+    tokens: int | None = None
+    """None if the service does not say."""
+    other: str = ""
+    """If it is empty: another namespace with text of the same tokenizer, which the caller may read."""
+    other_tokens: int = 0
+    """Number of tokens of the other one; 0 if it is not known."""
+
+    @classmethod
+    def of(cls, message: pb.Welcome | pb.ObserveResponse) -> NamespaceState:
+        """Return the state in a response of the service."""
+        held = message.held
+        tokens = held.tokens if message.HasField("held") else None
+        return cls(message.namespace, tokens, held.other, held.other_tokens)
+
+    def __str__(self) -> str:
+        return self.namespace if self.tokens is None else f"{self.namespace} ({self.tokens:,} tokens)"
+
+    def advice(self, how: str) -> str:
+        """Return a warning about text that is not used, "" if none is needed. how: what to do, with {} for a name."""
+        if not self.other:
+            return ""
+        tokens = f"{self.other_tokens:,} tokens" if self.other_tokens else "text"
+        return (
+            f"namespace {self.namespace} is empty, but namespace {self.other} holds {tokens} of the same tokenizer; "
+            f"to use that one, {how.format(self.other)}"
+        )
+
+
+@dataclass(frozen=True)
 class Welcome:
     """What the service allows a client, as it says when they connect."""
 
@@ -64,6 +97,8 @@ class Welcome:
     """Maximum number of running sequences that have drafts; 0: unknown."""
     max_tokens: int
     """Maximum sum of their tokens, prompts included; 0: unknown."""
+    namespace_state: NamespaceState
+    """The namespace as it was then."""
 
 
 @dataclass
@@ -107,8 +142,8 @@ class Turn:
     """uint32 [B]: maximum number of draft tokens."""
     requested: Subset = field(default_factory=lambda: NONE)
     """The sequences of the batch whose drafts were requested."""
-    step: int | None = None
-    """Number of the request; None if none was sent."""
+    request: Pending | None = None
+    """None if none was sent."""
 
 
 class Protocol:
@@ -153,16 +188,23 @@ class Protocol:
     def start(self, sequence_id: int, prompt: np.ndarray, **options: object) -> None:
         """Begin a sequence; prompt and options: as in `start_message`.
 
-        Raises ValueError for an id in use, a token id that is reserved or outside the model's vocabulary, and a name
-        that is too long.
+        Raises ValueError for an id in use, and as `start_message`.
         """
         if sequence_id in self.sequences.running:
             raise ValueError(f"sequence {sequence_id} is already running")
+        self.sequences.start(sequence_id, self.start_message(prompt, **options))
+
+    def start_message(self, prompt: np.ndarray, **options: object) -> pb.Start:
+        """Return the start of a sequence with a name; see `start_message`.
+
+        Raises ValueError for a token id that is reserved or outside the model's vocabulary, and a name that is too
+        long.
+        """
         info = start_message(prompt, **options, shadow=self._shadow, vocab_size=self._vocab_size)  # type: ignore[arg-type]
         self._started += 1
         # A sequence that is registered again keeps its name, so that it is learned once.
         info.request_id = info.request_id or f"{self._name}-{self._started}"
-        self.sequences.start(sequence_id, info)
+        return info
 
     def draft(self, progress: Progress) -> Turn:
         """Record committed tokens, and request drafts.
@@ -197,7 +239,7 @@ class Protocol:
 
     def is_settled(self, turn: Turn) -> bool:
         """Return whether the drafts have arrived, or can no longer arrive."""
-        return turn.step is None or not self.pending.is_waiting(turn.step)
+        return turn.request is None or turn.request.is_over
 
     def settle(self, turn: Turn) -> DraftBatch:
         """End a turn and return the drafts that have arrived."""
@@ -220,14 +262,24 @@ class Protocol:
         sequence.info.learn &= learn
         self.sequences.finish(sequence_id)
 
+    def add_finished(self, sequence: RemoteSequence, output: np.ndarray, steps: int) -> None:
+        """Send a sequence whose drafts were not requested: its start, and its output, produced in a number of steps.
+
+        Raises ValueError for a token id that is reserved or outside the model's vocabulary.
+        """
+        check_tokens(output, self._vocab_size)
+        sequence.commit(pack(output, "u4"), 0, steps)
+        self.sequences.add_finished(sequence)
+
     def forget(self, request_id: str) -> None:
         """Prevent learning from sequences of this name that were not sent completely."""
         self.sequences.forget(request_id)
 
-    def send_draft_counts(self, counts: pb.DraftCounts) -> None:
-        """Send counts of draft tokens that this process has drafted."""
+    def send_draft_counts(self, counts: pb.DraftCounts) -> bool:
+        """Send counts of draft tokens that this process has drafted; return whether that is possible now."""
         if self.pending.may_send:
             self.pending.send(pb.DraftRequest(draft_counts=counts))
+        return self.pending.may_send
 
     def close(self) -> None:
         """Send the ends of all finished sequences, and the counters. Running sequences are not learned."""
@@ -249,13 +301,13 @@ class Protocol:
         then closes the stream.
         """
         is_handshake = self.pending.phase is not Phase.READY
-        response = self.pending.receive(data)
+        response, request = self.pending.receive(data)
         if is_handshake:
             self._receive_welcome(response.welcome)
         else:
             self._pause_steps = max(self._pause_steps, response.drafts.pause_steps)  # Of late responses, too.
             lost = {*unpack(response.lost_ids, "u8", "lost_ids").tolist()} if response.lost_ids else NO_IDS
-            self._counters.resyncs += self.sequences.answered(response.step, lost)
+            self._counters.resyncs += self.sequences.answered(request, lost)
         self.sequences.send_ends()
         self.sequences.send_starts()
 
@@ -267,8 +319,8 @@ class Protocol:
     def _receive_welcome(self, welcome: pb.Welcome) -> None:
         if welcome.protocol != PROTOCOL:
             raise RefusedError(f"it does not use protocol {PROTOCOL}; upgrade it to the version of this client")
-        fields = {name: getattr(welcome, name) for name in Welcome.__dataclass_fields__}
-        self.welcome = Welcome(**fields)
+        fields = {name: getattr(welcome, name) for name in Welcome.__dataclass_fields__ if name != "namespace_state"}
+        self.welcome = Welcome(**fields, namespace_state=NamespaceState.of(welcome))
         self._counters.reconnects += self._has_connected
         self._has_connected = True
         self.sequences.begin(welcome)
@@ -330,19 +382,20 @@ class Protocol:
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())
-        turn.requested, turn.step = subset, self.pending.request_drafts(request)
+        turn.requested, turn.request = subset, self.pending.send(request, wants_drafts=True)
 
     def _take_drafts(self, turn: Turn) -> DraftBatch | None:
         """Return the drafts of a turn; None if they have not arrived or cannot be read."""
-        if turn.step is None or self.pending.is_cut(turn.step):
+        request = turn.request
+        if request is None or (request.is_over and request.drafts is None):
             return None
-        message = self.pending.take_drafts()
-        if message is None:
+        self.pending.stop_waiting(request)
+        if request.drafts is None:
             self._counters.timeouts += 1
             return None
         limits = turn.limits[turn.requested]
         try:
-            drafts, malformed = read_drafts(message, limits, self._vocab_size)
+            drafts, malformed = read_drafts(request.drafts, limits, self._vocab_size)
         except WireError:
             self._counters.malformed += len(limits)
             return None

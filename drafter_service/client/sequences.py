@@ -1,22 +1,23 @@
 """The sequences of a client: their tokens, how much of these the service has, and when the rest is sent.
 
-A sequence is *registered* once its start was sent, with the tokens committed until then. It is *behind* if it is not
-registered, has unsent tokens, or if the engine's last draft is not the service's last draft for it.
+A sequence is *registered* once its start was sent. It is *behind* if it is not registered, has unsent tokens, or if the
+engine's last draft is not the service's last draft for it.
 
-A new sequence is sent at once. Lost ones, as after a restart of the service, are sent in parts, each when the previous
-part has been answered, so that no step waits for all of them. A service that has too many tokens drops sequences;
-registering them again would make it drop others. So a sequence for which there is no room waits, without drafts, until
-others have ended.
+A new sequence is sent at once. After a restart of the service all are sent again in parts, each when the previous part
+was answered, so that no step waits for all of them. A service that has too many tokens drops sequences; registering
+them again would make it drop others. So a sequence for which there is no room waits, without drafts, until others have
+ended.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from drafter_service.client.pending import PendingRequests
+from drafter_service.client.pending import Pending, PendingRequests
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_MESSAGE_BYTES
 
@@ -57,8 +58,10 @@ class RemoteSequence:
     draft."""
     steps: int = 0
     """Number of steps that produced the unsent tokens."""
-    end_request: int = 0
-    """Number of the request with its end, until that is answered; 0 before it is sent."""
+    began: float = field(default_factory=lambda: time.monotonic())
+    """When it began, by `time.monotonic`."""
+    end_request: Pending | None = None
+    """The request with its end; None before it is sent."""
 
     @property
     def nbytes(self) -> int:
@@ -80,12 +83,12 @@ class RemoteSequence:
             self.verified += verified
 
     def register(self, wire_id: int) -> pb.Start:
-        """Return its start with all tokens, which are counted as sent."""
+        """Return its start, with the tokens that were sent before; the unsent ones follow with the next message."""
         self.wire_id = wire_id
-        self.take_unsent()
         # A draft that the engine still has belongs to an earlier registration.
-        self.is_counted = self.offered == 0
-        start = pb.Start(sequence_id=wire_id, committed=bytes(self.text))
+        self.is_counted = False
+        committed = bytes(self.text[: len(self.text) - self.unsent])
+        start = pb.Start(sequence_id=wire_id, committed=committed, age_s=time.monotonic() - self.began)
         start.MergeFrom(self.info)
         return start
 
@@ -105,7 +108,8 @@ class RemoteSequence:
 
     def unregister(self) -> None:
         """Record that the service has lost the sequence."""
-        self.wire_id = self.verified = self.end_request = 0
+        self.wire_id = self.verified = 0
+        self.end_request = None
         self.is_counted = False
 
 
@@ -123,43 +127,43 @@ class Sequences:
         """Number of finished sequences that were discarded instead of learned."""
         self._pending = pending
         self._wire_ids = count(1)
-        self._room: float = math.inf
-        """Bytes of tokens that the service keeps for this client."""
-        self._max_sequences: float = math.inf
-        self._awaited: int | None = None
-        """Number of the unanswered request with the last part of running sequences."""
+        self._max_sequences = self._max_bytes = math.inf
+        """Number of sequences that the service keeps for this client, and of bytes of their tokens when they start."""
+        self._last_starts: Pending | None = None
+        """The request with the last part of the starts."""
         self._ended: list[RemoteSequence] = []
         """Finished sequences, in order."""
         self._ended_bytes = 0
 
     def begin(self, welcome: pb.Welcome) -> None:
         """Begin a stream, on which no sequence is registered yet."""
-        self._room = TOKEN_BYTES * welcome.max_tokens or math.inf
         self._max_sequences = welcome.max_sequences or math.inf
-        self._awaited = None
+        self._max_bytes = TOKEN_BYTES * (welcome.max_tokens - welcome.max_tokens // GROWTH) or math.inf
 
     def start(self, sequence_id: int, info: pb.Start) -> None:
         """Add a sequence, and send it now if possible, otherwise later."""
         sequence = self.running[sequence_id] = RemoteSequence(info)
         self.behind.add(sequence)
         self.changes += 1
-        if self._pending.may_send:
-            self._send_starts([sequence], math.inf)
+        self._send_starts([sequence])
 
     def finish(self, sequence_id: int) -> None:
-        """End a sequence, and send that now or later. If there is no room for it, the oldest ends are discarded."""
+        """End a sequence, and send that now or later, see `add_finished`."""
         sequence = self.running.pop(sequence_id)
         self.behind.discard(sequence)
         self.changes += 1
+        self.add_finished(sequence)
+
+    def add_finished(self, sequence: RemoteSequence) -> None:
+        """Add a sequence that has finished, and send it now or later. Beyond `QUEUE_BYTES` some are discarded:
+        first those whose end was sent, then the oldest."""
         if not (sequence.info.learn or sequence.wire_id):
             return
         self._ended.append(sequence)
         self._ended_bytes += sequence.nbytes
-        if self._ended_bytes > QUEUE_BYTES:
-            # First those that were sent, since the service has probably received them.
-            for each in sorted(self._ended[:-1], key=lambda ended: not ended.end_request):
-                if self._ended_bytes > QUEUE_BYTES:
-                    self._discard(each)
+        while self._ended_bytes > QUEUE_BYTES and len(self._ended) > 1:
+            sent = (each for each in self._ended[:-1] if each.end_request)  # The service probably has these.
+            self._discard(next(sent, self._ended[0]))
         self.send_ends()
 
     def forget(self, request_id: str) -> None:
@@ -169,14 +173,12 @@ class Sequences:
                 sequence.info.learn = False
         self._drop_useless()
 
-    def answered(self, step: int, lost: Collection[int]) -> int:
+    def answered(self, request: Pending, lost: Collection[int]) -> int:
         """Record that a request was answered; `lost`: wire ids in it that the service does not have.
 
         Return the number of running sequences that were lost.
         """
-        if step == self._awaited:
-            self._awaited = None
-        for sequence in [each for each in self._ended if each.end_request == step]:
+        for sequence in [each for each in self._ended if each.end_request is request]:
             if sequence.wire_id in lost and sequence.info.learn:
                 sequence.unregister()
             else:
@@ -191,9 +193,30 @@ class Sequences:
         return self._unregister(each for each in self.running.values() if each.wire_id)
 
     def send_starts(self) -> None:
-        """Send the next part of the unregistered running sequences, if the previous part was answered."""
-        if self.behind and self._awaited is None and self._pending.may_send:
-            self._awaited = self._send_starts((each for each in self.running.values() if not each.wire_id), PART_BYTES)
+        """Send the next part of the starts, if the previous part was answered."""
+        if self.behind and (self._last_starts is None or self._last_starts.is_over):
+            self._last_starts = self._send_starts([each for each in self.running.values() if not each.wire_id])
+
+    def _send_starts(self, sequences: Sequence[RemoteSequence]) -> Pending | None:
+        """Send the starts of the first sequences for which there is room: about `PART_BYTES` of text, at least one."""
+        if not (sequences and self._pending.may_send):
+            return None
+        free, room = self._room()
+        request, size = pb.DraftRequest(), 0
+        for sequence in sequences:
+            if sequence.nbytes > min(room - size, MAX_TEXT_BYTES):
+                continue
+            if len(request.starts) >= free or (size and size + sequence.nbytes > PART_BYTES):
+                break
+            request.starts.append(sequence.register(next(self._wire_ids)))
+            size += sequence.nbytes
+            if not sequence.unsent and not sequence.offered:
+                sequence.is_counted = True
+                self.behind.discard(sequence)
+        if not request.starts:
+            return None
+        self.changes += 1
+        return self._pending.send(request, size)
 
     def send_ends(self) -> bool:
         """Send as many ends as fit into one request, about `PART_BYTES` of text; return whether there were any.
@@ -202,68 +225,34 @@ class Sequences:
         """
         if not self._ended or not self._pending.may_send:
             return False
-        # Within a request sequences start before others end, so the ends to send do not make room yet.
-        room = self._room - self._load()[1] - sum(each.nbytes for each in self._ended if each.wire_id)
+        free, room = self._room()
         request, size = pb.DraftRequest(), 0
         part: list[RemoteSequence] = []
         for sequence in [each for each in self._ended if not each.end_request]:
-            if sequence.unsent_bytes > MAX_TEXT_BYTES or (not sequence.wire_id and sequence.nbytes > self._room):
-                # It would break the stream.
-                if not sequence.wire_id:
-                    self._discard(sequence)
-                    continue
-                self.discarded += sequence.info.learn
-                sequence.info.learn = False
-                self._ended_bytes -= sequence.unsent
-                del sequence.text[len(sequence.text) - sequence.unsent :]
-                sequence.unsent = 0
-            if not sequence.wire_id and sequence.nbytes > room:
+            is_new, nbytes = not sequence.wire_id, sequence.unsent_bytes
+            if nbytes > (min(MAX_TEXT_BYTES, self._max_bytes) if is_new else MAX_TEXT_BYTES):
+                self._discard(sequence)  # It would break the stream.
                 continue
-            if part and size + sequence.unsent_bytes > PART_BYTES:
+            if is_new and (nbytes > room or len(request.starts) >= free):
+                continue
+            if part and size + nbytes > PART_BYTES:
                 break
-            size += sequence.unsent_bytes
             part.append(sequence)
-            if not sequence.wire_id:
-                room -= sequence.nbytes
+            size += nbytes
+            if is_new:
+                room -= nbytes
                 request.starts.append(sequence.register(next(self._wire_ids)))
             request.finishes.append(sequence.end())
         if part:
-            step = self._pending.send(request, size)
+            pending = self._pending.send(request, size)
             for sequence in part:
-                sequence.end_request = step
+                sequence.end_request = pending
         return bool(part)
 
-    def _send_starts(self, sequences: Iterable[RemoteSequence], part_bytes: float) -> int | None:
-        """Register the first sequences for which there is room: about `part_bytes` of text, at least one.
-
-        Return the number of the request; None if there is no room for any.
-        """
-        room, free = float(MAX_TEXT_BYTES), math.inf
-        if not (math.isinf(self._room) and math.isinf(self._max_sequences)):
-            registered, used = self._load()
-            room = min(room, self._room - self._room // GROWTH - used)
-            free = self._max_sequences - registered
-        chosen: list[RemoteSequence] = []
-        size = 0
-        for sequence in sequences:
-            if sequence.nbytes > room - size:
-                continue
-            if len(chosen) >= free or (chosen and size + sequence.nbytes > part_bytes):
-                break
-            chosen.append(sequence)
-            size += sequence.nbytes
-        if not chosen:
-            return None
-        starts = [each.register(next(self._wire_ids)) for each in chosen]
-        step = self._pending.send(pb.DraftRequest(starts=starts), size)
-        self.behind.difference_update([each for each in chosen if each.is_counted])
-        self.changes += 1
-        return step
-
-    def _load(self) -> tuple[int, int]:
-        """Return the number of registered running sequences, and an upper bound of their bytes at the service."""
-        sizes = [sequence.nbytes for sequence in self.running.values() if sequence.wire_id]
-        return len(sizes), sum(sizes)
+    def _room(self) -> tuple[float, float]:
+        """Return how many more sequences the service keeps, and how many bytes of tokens."""
+        kept = [each.nbytes for each in (*self.running.values(), *self._ended) if each.wire_id]
+        return self._max_sequences - len(kept), self._max_bytes - sum(kept)
 
     def _unregister(self, sequences: Iterable[RemoteSequence]) -> int:
         lost = list(sequences)

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: texts to token ids in bounded memory, and what a folder without one has instead."""
+"""The tokenizer of a model: texts to token ids in bounded memory, and what a folder without one has instead."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from drafter_service.client.gguf import gguf_tokenizer, is_gguf
 from ssd.errors import UserError, missing_extra
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ CONVERSION = (
     "convert it with transformers, sentencepiece and tiktoken: "
     "AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
 )
-GGUF = "is GGUF; give the folder of the model that it was converted from, which has a tokenizer.json"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LFS_POINTER = b"version https://git-lfs"
 CHARS_AT_ONCE = 1 << 18
@@ -41,28 +41,27 @@ SEAM_CHARS = 128
 SEAMS_TRIED = 50
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a model folder.
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a model folder or GGUF file.
 
-    Raises UserError if there is no usable tokenizer.json, which says why, or if the tokenizers library is missing.
+    Raises UserError if there is no usable one, which says why, and if a library is missing.
     """
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise missing_extra("--tokenizer needs tokenizers", "text") from None
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
-        raise UserError(f"--tokenizer: {_why_missing(folder)}")
+        raise missing_extra("the tokenizer of a model needs tokenizers", "text") from None
+    is_folder = not is_gguf(path)
+    file = path / TOKENIZER_FILE if is_folder else path
+    if not file.is_file():
+        raise UserError(_why_missing(path))
     try:
-        if path.read_bytes().startswith(LFS_POINTER):
-            raise UserError(
-                f"--tokenizer: {path} is a pointer of Git LFS, not the file; run git lfs pull in its folder"
-            )
-        return Tokenizer.from_file(str(path))
+        if is_folder and file.read_bytes().startswith(LFS_POINTER):
+            raise UserError(f"{file} is a pointer of Git LFS, not the file; run git lfs pull in its folder")
+        return Tokenizer.from_file(str(file)) if is_folder else gguf_tokenizer(file)
     except UserError:
         raise
     except Exception as problem:  # The library raises bare exceptions.
-        raise UserError(f"--tokenizer: {path} cannot be read ({problem}); download it again") from None
+        raise UserError(f"the tokenizer in {file} cannot be read ({problem}); download or copy it again") from None
 
 
 def _why_missing(folder: Path) -> str:
@@ -73,23 +72,25 @@ def _why_missing(folder: Path) -> str:
             return f"there is no folder {folder}; {download}, and give that folder"
         return f"there is no folder {folder}; give the folder of a model"
     if not folder.is_dir():
-        if folder.suffix.lower() == ".gguf":
-            return f"{folder} {GGUF}"
         return f"{folder} is a file; give the folder of the model, with its {TOKENIZER_FILE}"
     for pattern, name in OTHER_FORMATS.items():
         if any(folder.glob(pattern)):
             return f"{folder} has {name} and no {TOKENIZER_FILE}; {CONVERSION.format(folder=folder)}"
-    if any(folder.glob("*.gguf")):
-        return f"{folder} {GGUF}"
+    if (file := next(folder.glob("*.gguf"), None)) is not None:
+        return f"{folder} has no {TOKENIZER_FILE}; give its GGUF file, {file}"
     return f"{folder} has no {TOKENIZER_FILE}; give the folder of a model"
 
 
 class TextTokenizer:
     """The tokenizer of one model. Any thread may use it."""
 
-    def __init__(self, folder: Path) -> None:
-        """Load the tokenizer of a model folder; errors as in `load_tokenizer`."""
+    def __init__(self, folder: Path, *, special_as_text: bool = False) -> None:
+        """Load the tokenizer of a model folder or GGUF file; errors as in `load_tokenizer`.
+
+        special_as_text: whether the names of special tokens, such as "<s>", are tokenized as other text.
+        """
         self._tokenizer = load_tokenizer(folder)
+        self._tokenizer.encode_special_tokens = special_as_text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 

@@ -68,22 +68,21 @@ def namespaces(link: Link) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from drafter_service.observability.report.units import printable
+    from drafter_service.observability.pages.units import printable
     from drafter_service.stubs import drafter_pb2 as pb
 
     with link.stub() as (stub, metadata):
         found = stub.ListNamespaces(pb.ListNamespacesRequest(), metadata=metadata).namespaces
-    table = Table("namespace", "model", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table("namespace", "model", "", box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("tokens", "capacity", "memory", "streams", "idle", "set aside"):
         table.add_column(name, justify="right")
     for row in found:
-        loaded = (f"{row.tokens:,}", f"{row.capacity:,}", f"{row.memory_bytes / 1e6:,.0f} MB", f"{row.streams}")
+        sizes = (f"{row.tokens:,}" if row.tokens or row.is_loaded else "", f"{row.capacity:,}")
+        use = (f"{row.memory_bytes / 1e6:,.0f} MB", f"{row.streams}") if row.is_loaded else ("", "")
         idle = f"{row.idle_s:,.0f} s" if row.is_loaded else "on disk"
         model = Text(printable(row.model.name))  # Clients choose this name.
         set_aside = f"{len(row.set_aside_files)} damaged" if row.set_aside_files else ""
-        table.add_row(
-            row.name, model, *(loaded if row.is_loaded else ("", f"{row.capacity:,}", "", "")), idle, set_aside
-        )
+        table.add_row(row.name, model, "default" if row.is_default else "", *sizes, *use, idle, set_aside)
     Console(width=TABLE_WIDTH).print(table if found else "no namespaces yet")
 
 
@@ -112,7 +111,7 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
         message.everything = True
     with link.stub() as (stub, metadata):
         answer = stub.Forget(message, metadata=metadata)
-    others = "; replicas forget it when they read the shared log" if answer.is_shared else ""
+    others = "; other sidecars forget it when they read the shared log" if answer.is_shared else ""
     saved = ", and the snapshot saved again" if answer.snapshot_saved else ""
     if answer.set_aside_files:
         click.echo(

@@ -63,7 +63,8 @@ class Link(AccessFiles):
         """Return a message to the user about an RPC error."""
         import grpc
 
-        from drafter_service.observability.report.units import shortened
+        from drafter_service.client.connection import find_other_server
+        from drafter_service.observability.pages.units import shortened
         from drafter_service.transport.address import NOT_READY, absence, start_one, system_error
 
         details = shortened(str(error.details() or error.code().name), 300)
@@ -74,6 +75,8 @@ class Link(AccessFiles):
         if error.code() is grpc.StatusCode.CANCELLED:
             return f"the drafter at {self.address} was stopped before it had answered; {start_one(self.address)}"
         if error.code() is grpc.StatusCode.UNAVAILABLE:
+            if (problem := find_other_server(self.address)) is not None:
+                return str(problem)
             return absence(self.address, system_error(details))
         return f"the drafter at {self.address} refused: {details}"
 

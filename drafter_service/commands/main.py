@@ -14,13 +14,19 @@ from drafter_service.commands.serve import serve
 from drafter_service.commands.warm import warm
 from ssd.errors import exit_with_message
 
-KERNELS = ("ssd.drafter", "ssd.corpus.search", "ssd.baselines.classic", "ssd.replay.replaying")
+KERNELS = (
+    "ssd.acceptance",
+    "ssd.baselines.classic",
+    "ssd.corpus.search",
+    "ssd.drafter",
+    "ssd.merged_tree",
+    "ssd.replay.replaying",
+)
 """Modules that import all kernels of the library and the service."""
 ENGINE_KERNELS = (
     "engine.attention.plain",
     "engine.executor.batch",
     "engine.sampling.draft_sampler",
-    "engine.drafters.merged_tree",
     "engine.drafters.draft_pool",
     "engine.drafters.compiled.drafting",
     "engine.drafters.recycle",

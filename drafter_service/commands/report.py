@@ -56,7 +56,7 @@ def read_report(document: str, server: str) -> Report:
     """Return a report from JSON. Raises UserError for one that this version cannot read; `server` is for the text."""
     from pydantic import ValidationError
 
-    from drafter_service.observability.report import units
+    from drafter_service.observability.pages import units
     from drafter_service.observability.report.schema import SCHEMA_VERSION, Report
 
     try:

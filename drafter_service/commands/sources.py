@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
+from drafter_service.observability.pages.units import printable
 from drafter_service.settings.flags import Flag, takes
 from ssd.errors import UserError
 
@@ -32,7 +33,7 @@ class SourceFlags:
     """Files, folders, globs, URLs (s3://, gs://, https://), pipes, or - for standard input: logs as JSON, CSV, Parquet
     or Arrow, source code and prose, token arrays (.npy, .npz), snapshots; compressed, too."""
     tokenizer: Path | None = None
-    """Folder of the target model, with its tokenizer.json; needed for text."""
+    """Folder of the target model, with its tokenizer.json, or its GGUF file; needed for text."""
     fields: Annotated[tuple[str, ...], Flag("--field", "PATH")] = ()
     """Field or column to read, such as answer, meta.answer, choices[].text (of all elements), choices.0.text, or
     turns[].content; it may be a message or a list of messages, too. If repeated, the last one is the output and the
@@ -105,7 +106,7 @@ def skipped_table(faults: Faults) -> Table:
 
     table = Table(Column("skipped", overflow="fold"), "count", Column("first at", overflow="fold"))
     for reason, fault in faults.by_reason.items():
-        table.add_row(escape(printable(reason)), f"{fault.count:,}", escape(printable("\n".join(fault.places))))
+        table.add_row(escape(printable(reason)), f"{fault.count:,}", escape("\n".join(map(printable, fault.places))))
     return table
 
 
@@ -136,8 +137,3 @@ class Excerpts:
             output = vocabulary.decode(output) if vocabulary else f"token ids {output.tolist()}"
         text = printable(" ".join(output.split()))
         return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}..."
-
-
-def printable(text: str) -> str:
-    """Return a text without characters that control terminals, except ends of lines."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -87,19 +87,20 @@ def warm(given: SourceFlags, more_sources: tuple[str, ...], options: WarmFlags, 
 
 
 def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, shadow: bool) -> Sink:
-    from drafter_service.client.identity import fingerprint, model_identity
+    from drafter_service.client.identity import model_identity, tokenizer_identity
     from drafter_service.ingest.sinks import RemoteSink
     from drafter_service.observability.facts import ModelIdentity
-    from drafter_service.server.requests import default_namespace
 
     if namespace is None:
-        # The namespace that an engine with this model uses by default.
+        # The service chooses the namespace that an engine with this model uses by default.
         model = model_identity(Path(str(tokenizer)))
-        namespace = default_namespace(model)
     else:
-        model = ModelIdentity(tokenizer=fingerprint(tokenizer) if tokenizer else "")
-    click.echo(f"learning into the namespace {namespace}", err=True)
-    return RemoteSink(link.connector(), namespace, model, link.describe, shadow=shadow)
+        model = ModelIdentity() if tokenizer is None else tokenizer_identity(tokenizer)
+    sink = RemoteSink(link.connector(), namespace or "", model, link.describe, shadow=shadow)
+    click.echo(f"learning into the namespace {sink.state}", err=True)
+    if advice := sink.state.advice("give --namespace {}"):
+        click.echo(f"warning: {advice}", err=True)
+    return sink
 
 
 def _load(files: list[File], reading: Reading, sink: Sink, *, quiet: bool) -> Totals:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,22 +35,29 @@ BODY = frozenset(words("choices candidates generations object body role delta me
 """Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
 ENDS = frozenset(words("stop length eos eos_token end_turn max_tokens stop_sequence tool_calls content_filter"))
 """Reasons why an answer ended, which may stand beside its text."""
-BODIES = ("body", "inputBodyJson", "outputBodyJson", "__data__")
-"""Fields of requests and responses with their bodies: Bedrock's, and those of recorded objects of pydantic."""
+BODIES = ("body", "inputBodyJson", "outputBodyJson", "__data__", "body_segments")
+"""Fields of requests and responses with their bodies: Bedrock's, and those of recorded objects of pydantic and Gemini's
+library."""
+CONTENTS = ("content", "postData")
+"""Fields with their bodies beside `headers`."""
+BODY_TEXTS = words("data text string base64_string")
+"""Fields of recorded bodies with their text."""
+RECORDED = frozenset(words("encoding mimeType string base64_string"))
+"""Fields of which recorded bodies have one."""
 HEX = re.compile("(0000|1f8b)[0-9a-f]{28,}")
 """Binary event streams and gzip as hexadecimal digits, of which recordings may have lists."""
-
-MODELS = (
-    "gpt|claude|llama|gemini|gemma|palm|bard|mistral|mixtral|qwen|deepseek|vicuna|alpaca|falcon|davinci|koala|dolly|chatglm"
-    "|guanaco|wizardlm|oasst|grok"
+BASE64 = re.compile(
+    r"(?=[a-z\d+/]*[A-Z])(?=[A-Z\d+/]*[a-z])(?=[A-Za-z+/]*\d)(?:[A-Za-z\d+/]{4}){16,}[A-Za-z\d+/]{0,3}={0,2}\s*"
 )
-"""Parts of names of models."""
-MODEL = re.compile(MODELS, re.IGNORECASE)
-BESIDE = re.compile(r"(^|_)(ref|gold|human|user|scor|rating|judg|version|name|time|id$)", re.IGNORECASE)
-"""Keys in a map of answers by models that are no answers of a model."""
+"""Bytes in base64."""
+PRINTED = re.compile(
+    r"([A-Z]\w*(Completion|Response|Message|Output|Result)\w*\(\w+=|content=['\"].*\b\w+_metadata=\{)", re.DOTALL
+)
+"""Objects of libraries as Python prints them."""
 
 NOT_A_MESSAGE = "an item of a response that is neither a message nor a call, such as a list of tools"
-BINARY = "a recorded response in binary, written as hexadecimal digits"
+BINARY = "a recorded response in binary, written as hexadecimal digits or base64"
+PRINTED_OBJECT = "a response as Python prints it; record its text or its JSON"
 BROKEN_STREAM = "a streamed answer with chunks that cannot be read"
 SEPARATOR_BYTES = SEPARATOR.tobytes()
 BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
@@ -84,6 +92,10 @@ def exchange(request: object, response: object, skipped: list[str], name: object
     name = name if isinstance(name, str) and name else None
     if isinstance(choices := fields.get("choices"), list):
         return [Found(output, prompt, name) for output, prompt in _choices(request, fields, choices, skipped)]
+    run = fields.get("messages", response)
+    if chats.is_chat(run) and any(chats.role_of(one) != ASSISTANT for one in run):  # Of an agent
+        found = conversation(run, request, skipped, prompt_of(request)) or []
+        return [one._replace(request=name) for one in found]
     outputs = outputs_of(response, skipped)
     prompt = prompt_of(request) if outputs else None
     if isinstance(prompt, str) and isinstance(fields.get("output"), list):  # The Responses API's input is a message.
@@ -118,12 +130,14 @@ def conversation(
 ) -> list[Found] | None:
     """Return each message of the assistant as an output, with all messages before it as its prompt; None for no chat.
 
-    before: may have messages before the first one, which are not outputs.
+    before: may have messages before the first one, which are not outputs, also if the list begins with them.
     """
     chat = chat_of(messages, request, skipped)
     if chat is None:
         return None
     first = before.messages if isinstance(before, Chat) else []
+    if first and chat.messages[: len(first)] == first:
+        chat = chat._replace(messages=chat.messages[len(first) :])
     read = [*first, *chat.messages]
     tools = chat.tools or (before.tools if isinstance(before, Chat) else None)
     found = []
@@ -139,8 +153,8 @@ def conversation(
 
 def outputs_of(value: object, skipped: list[str]) -> list[Output]:
     """Return the outputs in a response: its text, token ids, message, or those of its choices or samples."""
-    if isinstance(value, str) and HEX.fullmatch(value):
-        skipped.append(BINARY)
+    if isinstance(value, str) and (HEX.fullmatch(value) or BASE64.fullmatch(value) or PRINTED.match(value)):
+        skipped.append(PRINTED_OBJECT if PRINTED.match(value) else BINARY)
         return []
     if isinstance(value, str):
         return [value] if value else []
@@ -160,6 +174,9 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
         return [output for element in value for output in outputs_of(element, skipped)]
     if not isinstance(value, dict):
         return []
+    if value.get("encoding") == "base64":
+        skipped.append(chats.ENCODED)
+        return []
     if (ids := first_ids(value, OUTPUT_IDS)) is not None:
         return [ids]
     if isinstance(message := value.get("message"), dict):  # OpenAI, Ollama, LangChain
@@ -173,18 +190,9 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
     if chats.role_of(value) or value.keys() & {"content", "tool_calls", "parts"}:
         return _reply(chats.messages_of(value, skipped, ASSISTANT))
     text = next((value[name] for name in TEXTS if value.get(name)), None)
-    return _named(value) if text is None else outputs_of(text, skipped)
-
-
-def _named(answers: Message) -> list[Output]:
-    """Return the texts in a map of texts by numbers or names of models; [] for other objects."""
-    texts = {name: text for name, text in answers.items() if text is not None}
-    if not all(isinstance(text, str) for text in texts.values()):
-        return []
-    if all(name.isdecimal() and " " in text for name, text in texts.items()):
-        return list(texts.values())
-    written = {name: text for name, text in texts.items() if not BESIDE.search(name)}
-    return [text for text in written.values() if text] if all(map(MODEL.search, written)) else []
+    if isinstance(text, str) and not value.keys().isdisjoint(chats.THOUGHTS_BESIDE):
+        return _reply(chats.messages_of({**value, "role": ASSISTANT, "content": text}, skipped))
+    return [] if text is None else outputs_of(text, skipped)
 
 
 def _reply(messages: list[Message]) -> list[Output]:
@@ -205,7 +213,10 @@ def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
     if (ids := first_ids(request, PROMPT_IDS)) is not None:
         return ids
     for name in CHATS:
-        if name in request and name != skip and isinstance(chat := prompt_of(parsed(request[name])), Chat):
+        turns = parsed(request[name]) if name in request and name != skip else None
+        if name == "contents" and isinstance(turns, list):  # Gemini's role of a user may be left out.
+            turns = [{"role": chats.USER, **one} if isinstance(one, dict) and "parts" in one else one for one in turns]
+        if isinstance(chat := prompt_of(turns), Chat):
             return chats.with_request(chat, request)
     for name in PROMPTS:
         prompt = prompt_of(body_of(request[name])) if request.get(name) is not None and name != skip else None
@@ -234,10 +245,28 @@ def body_of(value: object) -> object:
         first = decoded[0] if isinstance(decoded, list) and decoded else decoded
         if not isinstance(first, dict) or not BODY & first.keys():
             return value
-    for name in BODIES:
-        if isinstance(decoded, dict) and isinstance(body := body_of(parsed(decoded.get(name))), dict | list):
-            return body
+    if not isinstance(decoded, dict):
+        return decoded
+    texts = [text for name in BODY_TEXTS if isinstance(text := decoded.get(name), str)]
+    if texts and not RECORDED.isdisjoint(decoded):
+        is_encoded = decoded.get("encoding") == "base64" or "base64_string" in decoded
+        body = body_of(parsed(_text_of(texts[0]) if is_encoded else texts[0]))
+        return body if isinstance(body, dict | list) else decoded
+    for name in (*BODIES, *(CONTENTS if "headers" in decoded else ())):
+        body = body_of(parsed(decoded.get(name)))
+        if isinstance(body, dict) and name in CONTENTS and "mimeType" in body and body.get("encoding") != "base64":
+            return {}  # A page, such as that of an error
+        if isinstance(body, dict | list):
+            return body[0] if name == "body_segments" and isinstance(body, list) and len(body) == 1 else body
     return decoded
+
+
+def _text_of(encoded: str) -> str:
+    """Return a text that is encoded in base64; "" for other bytes."""
+    try:
+        return b64decode(encoded).decode()
+    except ValueError:
+        return ""
 
 
 # --- Texts and token ids
@@ -296,6 +325,8 @@ def deltas_of(event: object) -> list[Delta] | None:
     if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
         fields = _object(event.get("message")) or {**event, "content": event.get("response")}
         return [(0, fields, event["done"])]
+    if isinstance(event.get("stop"), bool) and isinstance(event.get("content"), str):  # llama.cpp
+        return [(0, event, event["stop"])]
     return None
 
 

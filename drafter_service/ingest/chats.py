@@ -36,6 +36,7 @@ ROLES = {
     "developer": "developer",
 }
 """Roles in OpenAI's names, by the lowercase names that logs have for them."""
+ROLE_FIELDS = ("role", "from", "author", "sender", "role_name")
 SPEAKERS = ("system", "human", "user", "assistant")
 """Fields of pairs of messages."""
 PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
@@ -67,11 +68,15 @@ FILES = frozenset(words("inlineData inline_data fileData image image_url codeExe
 """Fields of parts that are not text of the model."""
 THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks reasoning_details thoughts reasoningText")
 """Fields with the reasoning of a message, in which some services repeat it."""
-CONTENTS = ("content", "value", "parts", "text", "message", "result")
+CONTENTS = ("content", "value", "parts", "blocks", "text", "message", "result", "collected_content")
 CALLS_BESIDE = ("tool_calls", "function_call", "toolCalls", "toolRequests")
 """Fields with the tool calls of a message."""
 UNUSUAL = frozenset(
-    (*THOUGHTS_BESIDE, *CALLS_BESIDE, *words("tool_call_id name additional_kwargs refusal weight loss_weight source"))
+    (
+        *THOUGHTS_BESIDE,
+        *CALLS_BESIDE,
+        *words("tool_call_id name additional_kwargs refusal weight loss_weight loss source"),
+    )
 )
 """Fields of messages with more than a text."""
 
@@ -79,6 +84,8 @@ BROKEN_CALL = "a tool call whose arguments are not JSON"
 CALL_PIECE = "a piece of a tool call of Gemini whose arguments are streamed"
 NAMELESS_CALL = "a tool call without the name of a function"
 SERVER_CALL = "a call of a tool of the service, of which the log has no name and arguments"
+ENCODED = "bytes in base64, which are not text of a model"
+UNFINISHED = "a part of a message that was not finished when it was recorded"
 NO_CONTENT = "a message whose content is neither text nor parts with text"
 
 
@@ -104,7 +111,7 @@ def role_of(message: object) -> str | None:
     message = inner_of(message)
     if "isCreatedByUser" in message:  # LibreChat; the sender is the name of the model.
         return USER if message["isCreatedByUser"] else ASSISTANT
-    role = next((message[name] for name in ("role", "from", "author", "sender") if message.get(name)), None)
+    role = next((message[name] for name in ROLE_FIELDS if message.get(name)), None)
     if role is None and isinstance(kind := message.get("type"), str):
         if (item := item_role(kind)) is not None:
             return item
@@ -112,6 +119,8 @@ def role_of(message: object) -> str | None:
         name = names[-1] if kind == "constructor" and isinstance(names, list) and names else kind
         has_content = message.keys() & {"content", "data", "kwargs"}
         role = name if has_content and isinstance(name, str) and name.lower() in ROLES else None
+    if role is None and "models_usage" in message:  # AutoGen, which has the names of agents
+        return USER if message["models_usage"] is None else ASSISTANT
     role = role.get("role") if isinstance(role, dict) else role
     return ROLES.get(role.lower(), role) if isinstance(role, str) else None
 
@@ -121,15 +130,30 @@ def inner_of(event: Message) -> Message:
 
     An answer with a message, such as one of OpenAI's choices or of Gemini's candidates, is not an event.
     """
+    event = raw if isinstance(raw := event.get("raw"), dict) and "type" in raw else event
     if isinstance(event.get("content"), str):
         return event
     kind, role = event.get("type"), event.get("role")
     kind = kind if isinstance(kind, str) else ""
+    if kind in ("tool_use", "tool_result") and "tool_id" in event:  # Gemini CLI
+        call = {"name": event.get("tool_name"), "arguments": event.get("parameters")}
+        result = {"role": TOOL, "content": event.get("output") or ""}
+        return {"role": ASSISTANT, "tool_calls": [call]} if kind == "tool_use" else result
+    if kind.startswith(("agent.", "user.")) and ("content" in event or kind.endswith("tool_use")):  # Managed agents
+        role = TOOL if kind.endswith("tool_result") else ASSISTANT if kind.startswith("agent.") else USER
+        call = {**event, "type": "tool_use"}
+        return {"role": role, "content": [call] if kind.endswith("tool_use") else event["content"]}
+    if kind == "ToolCallRequestEvent":  # AutoGen
+        return {"role": ASSISTANT, "tool_calls": event.get("content")}
+    if kind == "ToolCallExecutionEvent":
+        return {"role": TOOL, "content": event.get("content")}
     if isinstance(inner := event.get("message"), dict) and "message" not in inner:
         if isinstance(inner.get("role"), str) and (kind == "message" or kind.lower() in ROLES):
             return inner
         if isinstance(role, str) and "content" in inner and "content" not in event:  # Cursor
             return {**inner, "role": role}
+    if isinstance(inner := event.get("info"), dict) and isinstance(event.get("parts"), list):  # OpenCode
+        return {"role": inner.get("role"), "parts": event["parts"]}
     if "author" in event and isinstance(inner := event.get("content"), dict) and isinstance(inner.get("role"), str):
         return inner  # Google's ADK
     if kind.endswith((".message", ".execution_complete")) and isinstance(inner := event.get("data"), dict):
@@ -181,7 +205,7 @@ def messages_of(message: object, skipped: list[str], default: str | None = None)
         if isinstance(source, dict) and not parts.calls:
             parts.add_encoded_calls(next((source[name] for name in CALLS_BESIDE if source.get(name)), None))
     named = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-    if message.get("weight", message.get("loss_weight")) == 0 or message.get("source") == "input":
+    if message.get("weight", message.get("loss_weight", message.get("loss"))) == 0 or message.get("source") == "input":
         named[UNTRAINED] = 0
     return parts.messages(role, named)
 
@@ -200,9 +224,9 @@ def read_messages(messages: list[Any], skipped: list[str]) -> list[Message]:
     return read
 
 
-def joined(first: Message, second: Message) -> Message:
+def joined(first: Message, second: Message, between: str = "\n") -> Message:
     """Return two parts of one message of the assistant as one."""
-    message = {**first, "content": "\n".join(filter(None, [first["content"], second["content"]]))}
+    message = {**first, "content": between.join(filter(None, [first["content"], second["content"]]))}
     if thoughts := [part["reasoning_content"] for part in (first, second) if "reasoning_content" in part]:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
@@ -292,6 +316,8 @@ class _Parts:
         self.thoughts: list[str] = []
         self.calls: list[Message] = []
         self.results: list[Message] = []
+        self._after: list[Message] = []
+        """Results of the message's own calls."""
         self._skipped = skipped
 
     def add(self, content: object) -> None:
@@ -307,7 +333,22 @@ class _Parts:
             self._skipped.append(NO_CONTENT)
 
     def _add_object(self, part: Message) -> None:
+        if str(part.get("state")).endswith("streaming"):  # Messages of Vercel's pages
+            self._skipped.append(UNFINISHED)
+            return
+        if part.get("encoding") == "base64":
+            self._skipped.append(ENCODED)
+            return
         kind = str(part.get("type") or part.get("content_type") or "")
+        if isinstance(state := part.get("toolInvocation" if "toolInvocation" in part else "state"), dict):
+            self._add_step({**part, **state})
+            return
+        if kind == "dynamic-tool" or kind.startswith("tool-"):
+            self._add_step({"toolName": kind.removeprefix("tool-"), **part})
+            return
+        if isinstance(call := part.get("toolCall", part.get("toolResult")), dict) and "value" in call:  # Goose
+            kind, value = "toolCall" if "toolCall" in part else "toolResult", call["value"]
+            part = value if kind == "toolCall" and isinstance(value, dict) else {"content": value}
         if not kind and (named := [name for name in part if name in CALLS | RESULTS | THOUGHTS]):
             kind = named[0]
             part = part[kind] if isinstance(part[kind], dict) else part
@@ -320,7 +361,7 @@ class _Parts:
             known = part.get("tool_use_id") or part.get("call_id") or part.get("toolUseId")
             self.results.append({"role": TOOL, "content": "\n".join(texts)})
             self.results[-1] |= {"tool_call_id": known} if isinstance(known, str) else {}
-        elif kind.endswith("_call"):
+        elif kind.endswith(("_call", "Call", "Request", "tool_request")):
             self._skipped.append(SERVER_CALL)
         elif kind in THOUGHTS or part.get("thought") is True:
             self.thoughts += _texts(part)
@@ -332,6 +373,18 @@ class _Parts:
             if text is None and not kind and part and not FILES & part.keys() and "role" not in part:
                 text = as_json(part)
             self.texts += [text] if text else []
+
+    def _add_step(self, call: Message) -> None:
+        """Add a call of OpenCode or of Vercel's pages, with its result after the message."""
+        if call.get("status") == "pending":
+            self._skipped.append(UNFINISHED)
+            return
+        name, known = call.get("toolName", call.get("tool")), call.get("toolCallId", call.get("callID"))
+        self.add_call({"name": name, "arguments": call.get("input", call.get("args")), "id": known})
+        result = next((call[key] for key in ("output", "result", "error", "errorText") if key in call), None)
+        if result is not None:
+            content = result if isinstance(result, str) else as_json(result)
+            self._after.append({"role": TOOL, "content": content, "tool_call_id": str(known)})
 
     def add_call(self, call: object) -> None:
         """Add a tool call in the format of any API."""
@@ -362,7 +415,7 @@ class _Parts:
         return bool(self.calls)
 
     def messages(self, role: str, named: Message) -> list[Message]:
-        """Return the contents as messages: results of tools first."""
+        """Return the contents as messages: results of tools first, except those of calls in the same message."""
         if self.results and not (self.texts or self.thoughts or self.calls):
             return self.results
         # Parts of an answer are pieces of one text, those of a prompt are separate.
@@ -370,7 +423,7 @@ class _Parts:
         message: Message = {"role": role, "content": content, **named}
         message |= {"reasoning_content": "\n".join(self.thoughts)} if self.thoughts else {}
         message |= {"tool_calls": self.calls} if self.calls else {}
-        return [*self.results, message]
+        return [*self.results, message, *self._after]
 
 
 def _texts(content: object) -> list[str]:

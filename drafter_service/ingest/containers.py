@@ -54,12 +54,13 @@ MAX_TEXT_LINE = 1 << 20
 TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"
 EMPTY = "an empty file"
 NO_RECORDS = "a file without records"
+SQLITE = "a database of SQLite; export its messages to JSON"
 BINARY = "a file that is neither text nor of a known format"
 NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
 CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
 ONE_SIDE = "the user's side of chats as text, which no model wrote; --text learns it"
 NOTEBOOK = "a notebook, whose outputs are those of programs; export its answers to JSON, or its code to .py"
-YAML = "YAML, which is not read; convert it to JSON, or --text learns it as text"
+YAML = "YAML, which is not read; convert it to JSON, or --text learns all of it as text, not only the model's part"
 DRAWN = "a table drawn with box characters, whose texts are cut; --text learns it as it is"
 VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
 VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
@@ -71,14 +72,20 @@ BOXED = re.compile(r"\s*[\u2500-\u257f].*[\u2500-\u257f]\s*")
 """Lines of tables and boxes, unlike those of trees of folders."""
 DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
 CHAT_LINE = re.compile(
-    rb"^[^\w\n]{0,9}(?:\S{1,20} \d{1,4}[^\w\n]{1,9}|\d[\d:./TZ -]{6,30}[^\w\n]{1,9})?"
-    rb"(?:(user|human|usuario|observation(?=[ \d]*:))"
-    rb"|(assistant|asistente|agent|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|(?:thought|action)(?=[ \d]*:)))"
-    rb"[^\w\n]{0,9}(?:\d*:|$|(?<=[(\[])(?:\d{4}-|[^\n]{0,30}\d:\d\d))",
+    rb"^(?:[^\w\n]|_){0,9}(?:\S{1,20} \d{1,4}[^\w\n]{1,9}|\d[\d:./TZ -]{6,30}[^\w\n]{1,9})?"
+    rb"(?:(user|human|usuario|observation(?=[ \d]*:)|(?<=# )prompt(?=:))"
+    rb"|(assistant|asistente|agent|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|cursor|(?<=# )response(?=:)"
+    rb"|(?:thought|action)(?=[ \d]*:)))"
+    rb"(?:[^\w\n]|_){0,9}(?:\d*:|$|(?<=[(\[])(?:\d{4}-|[^\n]{0,30}\d:\d\d))",
     re.IGNORECASE | re.MULTILINE,
 )
 """Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text. The
 role may have a number or a time before it ("Turn 1 - User"), and a time in brackets after it."""
+COPIED_CHAT = re.compile(
+    rb"\s*[\w.@-]{1,39}: .*^GitHub Copilot: |.*^\xe2\x8f\xba .*^ *\xe2\x8e\xbf ", re.DOTALL | re.MULTILINE
+)
+"""A chat copied from VS Code (parts of a user, by name, and of the model, which has messages of tools in it) or from
+Claude Code (parts of the model or calls, and results of tools)."""
 BATCH_BLOCKS = 8
 """Maximum number of blocks that are read for a batch."""
 
@@ -166,7 +173,7 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
     if not head.strip():
         raise RecordError(opened.problem or EMPTY)
     if b"\0" in head:
-        raise RecordError(BINARY)
+        raise RecordError(SQLITE if head.startswith(b"SQLite format 3") else BINARY)
     if not as_text and (suffix == ".ipynb" or NOTEBOOK_HEAD.match(head)):
         raise RecordError(NOTEBOOK)
     if as_text or suffix[1:] in SOURCE.split() or PurePosixPath(opened.file.path).stem.lower() in TEXT_NAMES:
@@ -174,6 +181,8 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
     is_yaml = suffix in (".yaml", ".yml") or CASSETTE.match(head) or (suffix not in PROSE and DOCUMENT.match(head))
     if is_yaml and head.lstrip()[:1] not in (b"{", b"["):
         raise RecordError(YAML)
+    if head.startswith(b"TO LLM "):  # aider's history of requests
+        raise RecordError(CHAT_LOG)
     if layout := layout_of(head, suffix, share=0.5 if suffix in PROSE else 0.1):
         return layout
     if suffix in (".csv", ".tsv") or is_csv(head):
@@ -189,6 +198,8 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         raise RecordError(DRAWN)
     if DICT.match(head):
         raise RecordError(NOT_JSON)
+    if COPIED_CHAT.match(head):
+        raise RecordError(CHAT_LOG)
     users, models = map(any, zip(*CHAT_LINE.findall(head) or [("", "")], strict=True))
     if users and (models or any(_is_of_users(re.split(end, head)) for end in (b"\n", rb"\n[ \t\r]*\n"))):
         raise RecordError(CHAT_LOG if models else ONE_SIDE)

@@ -51,7 +51,7 @@ class Item(NamedTuple):
     time: float = math.nan
     """When it was first learned, in seconds since 1970; NaN: now."""
     tag: int = NO_TAG
-    """That of a rollout, see `ssd.corpus.rollout.Rollout.tag`."""
+    """Tag of a rollout, see `ssd.corpus.rollout.Rollout.tag`."""
 
     @property
     def nbytes(self) -> int:

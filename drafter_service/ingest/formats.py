@@ -12,29 +12,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter_service.ingest import answers, readers, sessions
+from drafter_service.ingest import answers, readers, sessions, trajectories
 from drafter_service.ingest.answers import Found, conversation, outputs_of
 from drafter_service.ingest.chats import ASSISTANT, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import ORIGIN_FIELDS, Part, RecordError
-from drafter_service.ingest.readers import NOT_SEARCHED, Reader, Value, is_given
+from drafter_service.ingest.readers import MAX_SHAPES, NOT_SEARCHED, Reader, Value, is_given
 from drafter_service.ingest.sessions import Read, Record, Session, Stream
 
 PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
 """Names of fields that are prompts of a model wherever they are."""
 IDS = frozenset((*answers.PROMPT_IDS, *answers.OUTPUT_IDS, *readers.MASKS, "tokens"))
 NOT_A_RECORD = "not a JSON object"
-NO_OUTPUT = "no output: the answer is empty, or the request failed"
+NO_OUTPUT = "no output: the answer is empty, missing or of an unknown form, as after a failed request"
 OF_A_TEST = "messages beside objects with an output, such as those of a test; name the output with --field"
 TOO_DEEP = "a record that is nested too deeply"
 SETTINGS = re.compile(
-    r"ping|pong|done|heartbeat|keep[._-]?alive|session([._-]\w+)?|([\w-]+[._-])?(mode|settings?|config)"
+    r"ping|pong|done|init|heartbeat|keep[._-]?alive|session([._-]\w+)?|([\w-]+[._-])?(mode|settings?|config)"
     r"|([\w-]+[._-])?(mode|model|level|settings?|config|limits)[._-]?(changed?|updated?|set)",
     re.IGNORECASE,
 )
 """Types of events without a text: of a connection, and of the settings of a session."""
 
-LIKELY = re.compile("answer|output|respon|complet|generat|predict|solution|reply|result", re.IGNORECASE)
-"""Names of fields that are suggested for --field."""
+LIKELY = re.compile(
+    r"answer|output|respon|complet|generat|gen_?text|final_?text|predict|solution|patch|reply|result|llm_?raw|raw_?llm|\.action$|^bot$",
+    re.IGNORECASE,
+)
+"""Names of fields, or the ends of their paths, that are suggested for --field."""
+STATUS = re.compile("fail(ed|ure)?|succe(ss|eded)|pass(ed)?|error|ok|done|complete(d)?|true|false|stop", re.IGNORECASE)
+"""Texts of fields that say how a run ended."""
+HINT = "; if "
+"""What a suggestion begins with."""
 WORDS = re.compile(r"(?!\d{4}-\d\d-\d\d)[\W\d_]*[^\W\d_]")
 """The beginning of a text that is neither a number nor a time."""
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
@@ -45,8 +52,6 @@ MAX_NAMES = 12
 """Names of fields in a reason."""
 
 MAX_DEPTH = 8
-MAX_SHAPES = 32
-"""Different sets of fields in one file for which reasons have the names; a file may have objects keyed by ids."""
 MAX_GROUPS = 256
 """Groups that wait for further records at the same time."""
 BATCHES = frozenset(words("custom_id method url body params"))
@@ -128,12 +133,6 @@ def _read(
     if not isinstance(value, dict):
         yield Read(record, "", [], [NOT_A_RECORD])
         return
-    if np.ndarray in map(type, value.values()):  # Only of these columns arrays are read.
-        value = {
-            name: one.tolist() if isinstance(one, np.ndarray) and name not in IDS else one
-            for name, one in value.items()
-        }
-        record = record._replace(value=value)
     names = tuple(value)
     for row in _rows_of(names):
         if row.group is not None and (key := row.group.key_of(value)) is not None:
@@ -146,7 +145,8 @@ def _read(
         skipped: list[str] = []
         found: list[Found] | None = None
         if row.read in (*readers.WEAK, _searched) and is_given(value, row.read):
-            found, skipped = [], [readers.NOT_A_MODEL]
+            found = _of_children(value, skipped)
+            skipped += [] if found else [readers.NOT_A_MODEL]
         elif row.read is not None:
             found = row.read(value, skipped)
         if found is not None:
@@ -155,6 +155,8 @@ def _read(
     if not _is_setting(value):
         if names not in refusals:
             refusals[names] = refusal(value) if len(refusals) < MAX_SHAPES else NO_FORMAT
+        elif refusals[names] != NO_FORMAT and HINT not in refusals[names]:  # The field may have been empty.
+            refusals[names] += _advice(value)
         yield Read(record, "", [], [refusals[names]])
 
 
@@ -208,7 +210,7 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
     Other objects, such as descriptions of models, have an `input` and an `output`, too.
     """
     if is_given(value):
-        return []
+        return _of_children(value, skipped, depth + 1)
     for row in _rows_of(tuple(value)):
         if row.read in (None, readers.text, readers.ALL_IDS) or not row.fields or is_given(value, row.read):
             continue
@@ -221,6 +223,11 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
             skipped += notes
             return found or []
     return _searched(value, skipped, depth + 1) or []
+
+
+def _of_children(step: Value, skipped: list[str], depth: int = 0) -> list[Found]:
+    """Read the calls of a model in a step that is not one, as in promptflow and LangSmith."""
+    return _searched({name: step[name] for name in ("children", "child_runs") if name in step}, skipped, depth) or []
 
 
 # --- Fields that the user names
@@ -236,7 +243,7 @@ def read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
         body = answers.body_of(value)
         if is_chat(body):
             found += conversation(body, record.value, skipped, prompt) or []
-        elif body is not value or not isinstance(value, dict) or role_of(value) is not None:
+        elif body is not value or not isinstance(value, dict) or role_of(value) is not None or "choices" in value:
             found += [Found(output, prompt) for output in outputs_of(body, skipped)]
     yield Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
 
@@ -275,16 +282,26 @@ def _joined(values: list[object]) -> Part | Chat | None:
 
 def refusal(record: Value) -> str:
     """Return why a record is not read, with the names of its fields but without any of its values."""
-    near = record.keys() | {name for field in record for name in get_close_matches(field, FIELDS, 1, 0.75)}
+    near = {
+        name
+        for field, value in record.items()
+        for name in (field, *get_close_matches(field, FIELDS, 1, 0.75))
+        if not _is_fact(value)
+    }
     rows = [
         (share(row.fields, near) * share(row.fields.split()[0], near), row)
         for row in FORMATS
-        if row.read and row.fields
+        if row.read is not None and row.fields
     ]
     nearness, nearest = max(reversed(rows), key=lambda row: row[0])
     needs = ", ".join(" or ".join(field.split("|")[:3]) for field in nearest.fields.split())
     shown = f"; the nearest format is {nearest.name} ({needs})" if nearness else ""
     return NO_FORMAT + _names(record) + shown + _advice(record)
+
+
+def _is_fact(value: object) -> bool:
+    """Return whether a value is a count, as in `output_tokens`, or a status, and so tells nothing about the format."""
+    return isinstance(value, int | float) or (isinstance(value, str) and STATUS.fullmatch(value) is not None)
 
 
 def share(fields: str, names: Iterable[str]) -> float:
@@ -300,12 +317,14 @@ def _advice(record: Value) -> str:
     if {"type", "timestamp"} <= record.keys() or is_turn:
         return ""
     texts = dict(_texts_in(record, ""))
-    likely = [path for path, text in texts.items() if LIKELY.search(path) and WORDS.match(text)]
+    likely = [
+        path for path, text in texts.items() if LIKELY.search(path) and WORDS.match(text) and not STATUS.fullmatch(text)
+    ]
     if not likely:
         return ""
     path = max(likely, key=lambda path: (" " in texts[path], len(texts[path])))
     prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
-    return f"; if {path} is an output, give {prompt}--field {quote(path)}"
+    return f"{HINT}{path} is an output, give {prompt}--field {quote(path)}"
 
 
 def _texts_in(record: Value, before: str) -> Iterator[tuple[str, str]]:
@@ -328,14 +347,10 @@ def _names(record: object) -> str:
 
 
 FORMATS = (
-    Format(
-        "Assistants API, events of threads",
-        "object|event",
-        group=sessions.Thread,
-    ),
     Format("OpenAI, streamed chunks", "choices id|object|created|model", group=Stream),
     Format("streamed events of other APIs", "|".join(("type", *answers.BEDROCK)), group=Stream),
     Format("Ollama", "done message|response", group=Stream),
+    Format("llama.cpp", "content stop", group=Stream),
     Format(
         "OpenHands, events",
         "action|observation source",
@@ -343,8 +358,8 @@ FORMATS = (
     ),
     Format(
         "messages, one per record",
-        "role|from|type|author|isCreatedByUser|record_type content|value|parts|text|message|data|tool_calls"
-        "|payload|summary|call_id|record_type|sessionId|session_id|leafUuid|messageId",
+        "role|from|type|author|isCreatedByUser|record_type|info content|value|parts|text|message|data|tool_calls"
+        "|payload|summary|call_id|record_type|sessionId|session_id|leafUuid|messageId|raw|tool_id|processed_at",
         group=Session,
     ),
     Format("OpenAI chat and completions", "choices", readers.response),
@@ -353,11 +368,10 @@ FORMATS = (
     Format("Cohere", "finish_reason message", readers.response),
     Format("Gemini", "candidates", readers.response, group=sessions.GeminiStream),
     Format("OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages", readers.span),
-    Format("ChatGPT, export", "mapping", readers.tree),
-    Format("BFCL", "result id", readers.function_calls),
-    Format("prompt and samples", "samples model|prompt", readers.samples),
+    Format("ChatGPT, export", "mapping", trajectories.tree),
+    Format("VS Code, Copilot Chat", "requests responderUsername", trajectories.copilot),
+    Format("prompt and samples", "samples model|prompt", readers.columns(("samples",))),
     Format("Inspect, sample", "messages output epoch", readers.messages),
-    Format("Inspect, log", "samples eval", _searched),
     Format("request and response", "|".join(readers.RESPONSES), readers.request_and_response),
     Format("OpenAI batch, input", "custom_id body", readers.unanswered),
     Format("HTTP, recorded response", "headers body status", readers.response),
@@ -365,11 +379,15 @@ FORMATS = (
     Format("token ids", "|".join(answers.OUTPUT_IDS), readers.ids(answers.OUTPUT_IDS, answers.PROMPT_IDS)),
     Format("lm-eval", "resps|filtered_resps", readers.lm_eval),
     Format("TRL and DPO, preferences", "chosen|chosen_messages", readers.chosen),
-    Format("OpenHands, history", "history", readers.events),
-    Format("SWE-agent, steps", "trajectory", readers.steps),
-    Format("Harbor, trajectory", "schema_version steps", readers.atif),
+    Format("OpenHands, history", "history", trajectories.events),
+    Format("SWE-agent, steps", "trajectory", trajectories.steps),
+    Format("Harbor, trajectory", "schema_version steps", trajectories.atif),
     Format("prompt and completion", "|".join(readers.COMPLETIONS), readers.COLUMNS[0]),
-    Format("HumanEval, EvalPlus, LiveCodeBench", "solution|code_list task_id|question_id|is_solved", readers.solutions),
+    Format(
+        "HumanEval, EvalPlus, LiveCodeBench",
+        "solution|code_list task_id|question_id|is_solved",
+        readers.columns(("implementations", "code_list", "raw_solution", "solution")),
+    ),
     Format("conversation", "|".join(readers.CONVERSATIONS), readers.messages),
     Format("input and output", "|".join(readers.OUTPUTS), readers.COLUMNS[1]),
     Format(
@@ -377,20 +395,23 @@ FORMATS = (
         "answer model|model_id|generator|usage|contexts|retrieved_contexts",
         readers.COLUMNS[2],
     ),
-    Format("answers of named models", "", readers.named_answers),
     Format("text", "text", readers.text),
     Format("all token ids", "tokens|input_ids", readers.ALL_IDS),
     Format("records inside of others", "", _searched),
 )
 """All formats. The first one that a record has is read."""
 
-FIELDS = frozenset(
-    (
-        *(name for row in FORMATS for field in row.fields.split() for name in field.split("|")),
-        *readers.REQUESTS,
-        *answers.CHATS,
+FIELDS = (
+    frozenset(
+        (
+            *(name for row in FORMATS for field in row.fields.split() for name in field.split("|")),
+            *readers.REQUESTS,
+            *answers.CHATS,
+        )
     )
-) | frozenset(
-    (*answers.PROMPT_IDS, *answers.PROMPTS, *readers.THOUGHTS, "tools", "chat_template_kwargs", *ORIGIN_FIELDS)
+    | frozenset(
+        (*answers.PROMPT_IDS, *answers.PROMPTS, *readers.THOUGHTS, "tools", "chat_template_kwargs", *ORIGIN_FIELDS)
+    )
+    | frozenset(f"model_{name}" for name in readers.THOUGHTS)
 )
 """Names of all fields that are read in a row of a table."""

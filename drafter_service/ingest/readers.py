@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from drafter_service.ingest import answers, chats, sessions
+from drafter_service.ingest import answers
 from drafter_service.ingest.answers import (
-    MODELS,
-    PROMPTS,
     Found,
     body_of,
     conversation,
@@ -19,20 +18,23 @@ from drafter_service.ingest.answers import (
     outputs_of,
     prompt_of,
 )
-from drafter_service.ingest.chats import ASSISTANT, TOOL, USER, Chat, chat_of, is_chat, parsed, role_of, words
-from drafter_service.ingest.sessions import NO_ANSWER, Record
+from drafter_service.ingest.chats import ASSISTANT, Chat, is_chat, parsed, role_of, words
+from drafter_service.ingest.documents import BEGAN
+from drafter_service.ingest.sessions import NO_ANSWER
 
+MAX_SHAPES = 32
+"""Different sets of fields in one file for which facts are kept; a file may have objects keyed by ids."""
 Value = dict[str, Any]
 Reader = Callable[[Value, list[str]], list[Found] | None]
 """Returns the outputs of a record, and adds a reason for each part that is left out to the list; None if the record
 does not have the format."""
 
-REQUESTS = words("request request_body requestBody body reqPayload proxy_server_request kwargs inputs input")
-RESPONSES = words("response response_body responseBody respPayload response_obj result outputs output")
+REQUESTS = words("request request_body requestBody body req reqPayload proxy_server_request kwargs inputs input")
+RESPONSES = words("response response_body responseBody resp respPayload response_obj result outputs output")
 COMPLETIONS = words(
     "completion completions response responses generation generations generated_text generated_texts model_output"
-    " model_outputs model_response full_model_response raw_output raw_outputs output_text output_list llm_output"
-    " generated_answer prediction predictions pred"
+    " model_outputs model_response full_model_response raw_output raw_outputs output_text text_output output_list"
+    " llm_output actual_output actualOutput generated_answer prediction predictions pred"
 )
 """Names of fields with what a model wrote, the most exact ones first."""
 OUTPUTS = ("output", "outputs")
@@ -43,7 +45,8 @@ LONGER = re.compile(
     r"code|solution|generat|output|respon|complet|reason|thought|cot$|rationale|traj|^raw_", re.IGNORECASE
 )
 """Names of fields with such texts."""
-THOUGHTS = ("reasoning", "reasoning_content", "thinking")
+THOUGHTS = words("reasoning reasoning_content thinking scratchpad")
+"""Names of fields with the reasoning before an output, perhaps after the part of the output's name before "_"."""
 CONVERSATIONS = (
     *answers.CHATS,
     *words("traj history trajectory dialogue dialog chat chat_history message_log events aider"),
@@ -61,13 +64,21 @@ GIVEN = re.compile(
 In lowercase."""
 OF_TOOLS = frozenset(words("toolCallId tool_call_id toolUseId tool_use_id"))
 """Fields of results of tools."""
+OF_PROGRAMS = frozenset(
+    words("jsonrpc command cmd exit_code exitCode returncode stdout stderr tool tool_name toolName arguments")
+)
+"""Fields of records of tools and programs, whose results and outputs no model wrote."""
+BESIDE_TEXT = frozenset(words("role speaker from sender is_user turn turn_id question query answers"))
+"""Fields of records whose text is a turn of somebody, or a passage that is asked about."""
+OF_MODELS = frozenset(words("agent generator model model_id usage"))
+"""Fields that tell that a model wrote an output without a prompt."""
 READABLE = (str, list, dict, np.ndarray, type(None))
 NO_RESPONSE = "a request of a batch without its response"
 REJECTED = "an answer that is labelled as bad"
 SHORTER = "an answer that is extracted from a longer text beside it; name the text with --field"
 SCORES = "scores of given answers, which are not outputs"
 NOT_SEARCHED = re.compile(
-    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|^function|args|input"
+    "prompt|reject|refer|gold|ground|target|expected|judg|grade|demo|example|shot|task|config|tool|^function|args|input"
     "|requests?$|^user|^human(?!.?eval)|question|query|template|metadata|instance|annotat|observ|^id$|_id$|^gt_|model_name",
     re.IGNORECASE,
 )
@@ -75,6 +86,7 @@ NOT_SEARCHED = re.compile(
 STEPS = frozenset(
     words(
         "span event tool chain retriever reranker embedding agent guardrail evaluator prompt parser trace invoke_agent"
+        " general task function eval score"
     )
 )
 """Types of steps in traces that are not calls of a model, or repeat those of others."""
@@ -84,23 +96,34 @@ OPERATIONS = words("chat text_completion generate_content")
 """Values of `gen_ai.operation.name` of calls of a model."""
 WRAPPERS = frozenset(words("message tool_call message_content"))
 """Parts of the names of OpenInference's attributes that say what their number stands for."""
-QUESTIONS = tuple(name for name in PROMPTS if name not in ("input", "inputs", "request", "raw"))
-NAMED = re.compile(
-    rf"(?!ref|gold|human|user)\w*({MODELS}|model|assistant|bot|llm)[\w.-]*_(response|completion|output|answer|generation)s?",
-    re.IGNORECASE,
-)
-"""Names of fields with the answer of a model that they name."""
-BFCL_ID = re.compile(r"[a-z_]+_\d[\d-]*")
 
-NOT_A_MODEL = "a step of a trace that is not a call of a model"
-OTHER_BRANCH = "an answer in a branch of a conversation that was left"
+TURNS = (
+    ("[INST]", "[/INST]"),
+    ("<|im_start|>user", "<|im_start|>assistant"),
+    ("<|start_header_id|>user", "<|start_header_id|>assistant<|end_header_id|>"),
+    ("<|user|>", "<|assistant|>"),
+    ("<start_of_turn>user", "<start_of_turn>model"),
+    ("### Human:", "### Assistant:"),
+    ("### Instruction:", "### Response:"),
+)
+"""Marks of chat templates with which parts of users, and those of the model, begin."""
+TURN_END = re.compile(
+    r"</s>|<\|(im_start|im_end|eot_id|end|start_header_id|system|end_?of_?text)\|>|<end_of_turn>|<eos>|### Input:"
+)
+"""Marks with which other parts begin, or parts end."""
+
+NOT_A_MODEL = "a step of a trace, or a record of a program, that is not a call of a model"
 
 
 def is_given(value: Value, read: Reader | None = None) -> bool:
     """Return whether a record, or an object in one, says that its text, or what `read` reads, is not a model's."""
-    kinds = [kind.lower() for name in KINDS if isinstance(kind := value.get(name), str)]
-    is_step = not STEPS.isdisjoint(kinds) and read in (request_and_response, COLUMNS[1])
-    is_named = any(GIVEN.search(kind) and not ("request" in kind and "response" in value) for kind in kinds)
+    facts = {**about, **value} if isinstance(about := value.get("span_attributes"), dict) else value  # Braintrust
+    kinds = [kind.lower() for name in KINDS if isinstance(kind := facts.get(name), str)]
+    # Training rows have types, too.
+    is_step = not STEPS.isdisjoint(kinds) and read in (request_and_response, COLUMNS[1]) and "instruction" not in value
+    # Events of a model may tell of its tools, and of a request and its response.
+    kinds = [kind.removeprefix("llm_tool") for kind in kinds if not ("request" in kind and "response" in value)]
+    is_named = any(map(GIVEN.search, kinds))
     return is_step or is_named or any(value.get(name) for name in OF_TOOLS)
 
 
@@ -124,6 +147,16 @@ def request_and_response(record: Value, skipped: list[str]) -> list[Found] | Non
     response = next((body_of(record[name]) for name in RESPONSES if name in record), None)
     first = request[0] if isinstance(request, list) and request else request
     if not isinstance(response, dict) and not isinstance(first, dict | list):
+        return None
+    if isinstance(response, list) and "status" in record and all(isinstance(part, str) for part in response):
+        response = "".join(response)  # Replicate has the pieces of a stream.
+    parts = objects_in(response if isinstance(response, list) else [response])
+    is_body = any(answers.BODY & part.keys() or answers.deltas_of(part) is not None for part in parts)
+    is_call = isinstance(request, dict) and prompt_of(request) is None  # Of a tool, with its arguments
+    if not is_body and (OF_PROGRAMS & record.keys() or (is_call and prompt_of(record) is None)):
+        skipped.append(NOT_A_MODEL)
+        return []
+    if is_call and not is_body and not isinstance(response, dict):
         return None
     if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
         response = response["message"]  # Anthropic's batches
@@ -186,12 +219,16 @@ def columns(names: Iterable[str]) -> Reader:
     def read(record: Value, skipped: list[str]) -> list[Found] | None:
         present = [name for name in names if name in record and isinstance(record[name], READABLE)]
         name = next((name for name in present if record[name] is not None and len(record[name])), None)
-        if not present or (names is not COMPLETIONS and TASK & record.keys()):
+        is_task = names is not COMPLETIONS and TASK & record.keys() and "is_solved" not in record
+        if not present or is_task:
             return None
         if name is None:
             is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
             return None if is_null else []
-        if name in EXTRACTED and _is_extracted(record, name):
+        if names is OUTPUTS and OF_PROGRAMS & record.keys():
+            skipped.append(NOT_A_MODEL)
+            return []
+        if _is_extracted(record, name):
             skipped.append(SHORTER)
             return []
         if _is_rejected(record, skipped):
@@ -204,14 +241,17 @@ def columns(names: Iterable[str]) -> Reader:
         while isinstance(prompt, Chat) and prompt.messages[-1:] and prompt.messages[-1]["role"] == ASSISTANT:
             prompt = prompt._replace(messages=prompt.messages[:-1])  # The same answer, or another one
         outputs = outputs_of(value, skipped)
-        thoughts: Any = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str | list)), [])
+        is_text = all(isinstance(output, str) for output in outputs)
+        if names is OUTPUTS and prompt is None and is_text and OF_MODELS.isdisjoint(record):
+            return None
+        thoughts = _thoughts(record, name)
         thoughts = thoughts if isinstance(thoughts, list) else [thoughts]
         texts = value if isinstance(value, list) and len(value) == len(thoughts) else outputs
         if len(texts) == len(thoughts) and all(isinstance(part, str | None) for part in (*texts, *thoughts)):
             pairs = [(text, thought) for text, thought in zip(texts, thoughts, strict=True) if text]
             messages = [{"role": ASSISTANT, "content": text, "reasoning": thought} for text, thought in pairs]
             outputs = [output for message in messages for output in outputs_of(message, skipped)]
-        several = next((record[key] for key in ("prompts", "inputs", "input_texts") if key in record), None)
+        several = next((record[key] for key in ("prompts", "inputs", "input_texts", "requests") if key in record), None)
         if isinstance(several, list) and len(several) == len(outputs):
             return [Found(output, prompt_of(one)) for output, one in zip(outputs, several, strict=True)]
         return [Found(output, prompt) for output in outputs]
@@ -219,10 +259,24 @@ def columns(names: Iterable[str]) -> Reader:
     return read
 
 
+def _thoughts(record: Value, name: str) -> Any:
+    """Return the reasoning, a text or a list, before the output in a field; [] without one."""
+    own = [f"{name.rpartition('_')[0]}_{thought}" for thought in THOUGHTS]
+    return next((record[key] for key in (*own, *THOUGHTS) if isinstance(record.get(key), str | list)), [])
+
+
 def _is_extracted(record: Value, name: str) -> bool:
-    """Return whether another field has the longer text that the answer in a field was extracted from."""
-    others = [other for other in record if LONGER.search(other) and not NOT_SEARCHED.search(other)]
-    return any(2 * len(str(record[name])) < len(_first_text(record[other])) for other in others if other != name)
+    """Return whether a field has an answer that was extracted from the longer text in another field."""
+    if name not in EXTRACTED:
+        return False
+    texts = [_first_text(record[other]) for other in _longer(tuple(record)) if other != name]
+    return any(2 * len(str(record[name])) < len(longer) for longer in texts)
+
+
+@lru_cache(MAX_SHAPES)
+def _longer(names: tuple[str, ...]) -> list[str]:
+    """Return the names of fields that may have texts from which answers are extracted."""
+    return [name for name in names if LONGER.search(name) and not NOT_SEARCHED.search(name)]
 
 
 def _first_text(value: object) -> str:
@@ -255,66 +309,28 @@ def messages(record: Value, skipped: list[str]) -> list[Found] | None:
     return None
 
 
-def solutions(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read code that a model wrote, and its reflections. Tasks have the right solution in a field of that name."""
-    if TASK & record.keys() and "is_solved" not in record:
-        return None
-    names = ("implementations", "code_list", "raw_solution", "solution")
-    written = [next((record[name] for name in names if record.get(name)), None), record.get("reflections")]
-    return [Found(output, prompt_of(record)) for value in written for output in outputs_of(value, skipped)]
-
-
-def steps(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read a trajectory of SWE-agent: its history, and the responses that the history lacks."""
-    turns = [
-        {"role": role, "content": step[name]}
-        for step in _objects(record["trajectory"])
-        for role, name in ((ASSISTANT, "response"), (USER, "observation"))
-        if isinstance(step.get(name), str)
-    ]
-    if "history" not in record:
-        return conversation(turns, record, skipped) or None
-    found = messages(record, skipped)
-    written = [turn["content"] for turn in turns if turn["role"] == ASSISTANT and turn["content"]]
-    left = [text for text in written if text not in [one.output for one in found or ()]]
-    # If few responses are in the history, it has them in another format.
-    return found and found + [Found(text) for text in left if 2 * len(left) <= len(written)]
-
-
-def atif(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read the steps of a trajectory in the format of Harbor."""
-    turns: list[Value] = []
-    for step in _objects(record["steps"]):
-        role = ASSISTANT if step.get("source") == "agent" else step.get("source")
-        turns.append({**step, "role": role, "content": step.get("message"), "source": None})
-        results = [result for one in _objects([step.get("observation")]) for result in _objects(one.get("results"))]
-        turns += [{"role": TOOL, "content": results}] if results else []
-    inner = [atif(one, skipped) or [] for one in _objects(record.get("subagent_trajectories")) if "steps" in one]
-    return sum(inner, conversation(turns, record, skipped) or []) or None
-
-
-def _objects(values: object) -> list[Value]:
+def objects_in(values: object) -> list[Value]:
     """Return the objects in a list; [] for other values."""
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
-def events(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read the events of OpenHands, or, in older versions, pairs of an action and an observation."""
-    history = record["history"] if isinstance(record["history"], list) else []
-    events = [event for one in history for event in _objects(one if isinstance(one, list) else [one])]
-    if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
-        return None
-    session = sessions.Actions("", Record(record, ""))
-    reads = [read for event in events for read in session.add(Record(event, ""))] + list(session.finish())
-    skipped += [reason for read in reads for reason in read.skipped]
-    return [found for read in reads for found in read.outputs]
-
-
 def text(record: Value, _: list[str]) -> list[Found] | None:
-    """Read a text that is neither a task nor a message."""
+    """Read a text that is neither a task nor a message nor an event, or the model's parts of a rendered chat."""
     written = record["text"]
-    is_text = isinstance(written, str) and written and not TASK & record.keys()
-    return [Found(written)] if is_text and "role" not in record and not is_chat([record]) else None
+    is_event = isinstance(record.get("type"), str) and not record.keys().isdisjoint(BEGAN)
+    is_event = is_event or isinstance(record.get("event"), str)
+    is_text = isinstance(written, str) and written and not is_event and not TASK & record.keys()
+    if not is_text or BESIDE_TEXT & record.keys() or is_chat([record]):
+        return None
+    # Searching a single character first takes a tenth of the time.
+    possible = (turns for turns in TURNS if turns[0][0] in written)
+    turns = next((turns for turns in possible if turns[1] in written and turns[0] in written), None)
+    if turns is None:
+        return [Found(written)]
+    user, model = turns
+    pieces = written.split(model)
+    parts = [TURN_END.split(piece.partition(user)[0], maxsplit=1)[0].strip() for piece in pieces]
+    return [Found(part, model.join([*pieces[:index], ""])) for index, part in enumerate(parts) if index and part]
 
 
 def unanswered(_: Value, skipped: list[str]) -> list[Found]:
@@ -327,7 +343,7 @@ def span(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read a span of a trace that is a call of a model."""
     fields = record.get("attributes", record)
     if isinstance(fields, list):  # OTLP
-        pairs = [pair for pair in _objects(fields) if isinstance(pair.get("value"), dict)]
+        pairs = [pair for pair in objects_in(fields) if isinstance(pair.get("value"), dict)]
         fields = {str(pair.get("key")): next(iter(pair["value"].values()), None) for pair in pairs}
     if not isinstance(fields, dict):
         return None
@@ -341,9 +357,11 @@ def span(record: Value, skipped: list[str]) -> list[Found] | None:
         text = {"role": ASSISTANT, "content": text, "tool_calls": calls}
     before: object = parsed(fields.get("gen_ai.input.messages", fields.get("ai.prompt.messages")))
     after = parsed(fields.get("gen_ai.output.messages")) or _attributes(fields, "llm.output_messages") or text
+    after = after or _attributes(fields, "gen_ai.completion")  # OpenLLMetry
     if not after:
         return [] if kind == "llm" or "gen_ai.operation.name" in fields else None
-    return exchange(before or _attributes(fields, "llm.input_messages"), after, skipped)
+    before = before or _attributes(fields, "llm.input_messages") or _attributes(fields, "gen_ai.prompt")
+    return exchange(before, after, skipped)
 
 
 def _attributes(fields: Value, prefix: str) -> object:
@@ -365,55 +383,6 @@ def _nested(fields: Value) -> Any:
         parts.setdefault(first, {})[rest] = value
     tree = {name: _nested(inner) for name, inner in parts.items()}
     return [tree[name] for name in sorted(tree, key=int)] if tree and all(map(str.isdecimal, tree)) else tree
-
-
-def tree(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read the messages from the current node of a tree to its root; without such a node, from the last one."""
-    nodes = record["mapping"]
-    if not isinstance(nodes, dict) or not all(isinstance(node, dict) and "message" in node for node in nodes.values()):
-        return None
-    name = record.get("current_node", next(reversed(nodes), None))
-    path: dict[str, Value] = {}
-    while isinstance(name, str) and name in nodes and name not in path:
-        path[name] = nodes[name]
-        name = nodes[name].get("parent")
-    messages = [node["message"] for node in reversed(path.values()) if isinstance(node["message"], dict)]
-    left = [node["message"] for name, node in nodes.items() if name not in path]
-    skipped += [OTHER_BRANCH for message in left if chats.role_of(message) == ASSISTANT]
-    return conversation(messages, record, skipped) if messages else []
-
-
-def function_calls(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read the result of a task of BFCL: a text, or the calls and texts of each step of each turn."""
-    if not isinstance(record["id"], str) or not BFCL_ID.fullmatch(record["id"]):
-        return None
-    found: list[Found] = []
-    steps = [record["result"]]
-    while steps:
-        step = steps.pop(0)
-        if isinstance(step, list) and step and all(isinstance(call, dict) and len(call) == 1 for call in step):
-            calls = [{"name": name, "arguments": arguments} for call in step for name, arguments in call.items()]
-            step = {"role": ASSISTANT, "content": None, "tool_calls": calls}
-        elif isinstance(step, list):
-            steps[:0] = step
-        found += [] if isinstance(step, list) else [Found(output) for output in outputs_of(step, skipped)]
-    return found
-
-
-def samples(record: Value, _: list[str]) -> list[Found] | None:
-    """Read samples of a model: texts, or objects with an output."""
-    written = record["samples"] if isinstance(record["samples"], list) else []
-    texts = [one.get("output") if isinstance(one, dict) and "messages" not in one else one for one in written]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        return None
-    return [Found(text, prompt_of(record)) for text in texts if text]
-
-
-def named_answers(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read the answers to a question in fields with the names of models, such as "chatgpt_response"."""
-    names = [name for name in record if NAMED.fullmatch(name)]
-    prompt = prompt_of({name: record[name] for name in QUESTIONS if name in record})
-    return [Found(output, prompt) for name in names for output in outputs_of(record[name], skipped)] or None
 
 
 COLUMNS = (columns(COMPLETIONS), columns(OUTPUTS), columns(("answer",)))

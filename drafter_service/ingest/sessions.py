@@ -26,6 +26,8 @@ CLAUDE_EVENTS = frozenset(
     )
 )
 """Types of Claude Code's events that are no messages, and fields of which they have one."""
+PARTS = frozenset(words("tool_id delta processed_at"))
+"""Fields of events with a part of an answer, of Gemini CLI and managed agents."""
 CODEX_EVENTS = frozenset(words("response_item session_meta turn_context event_msg compacted"))
 ACTION_TEXTS = words("content message final_thought thought")
 ACTION_ARGUMENTS = words("command code path content url browser_actions")
@@ -33,7 +35,7 @@ ACTION_ARGUMENTS = words("command code path content url browser_actions")
 MAX_MESSAGES = 1000
 """Messages before an answer that are kept."""
 NO_ANSWER = "a conversation without an answer"
-UNNAMED = "chunks of Gemini without responseId, or responses: nothing tells where an answer ends"
+UNNAMED = "chunks or responses of Gemini without responseId: nothing tells where an answer ends"
 
 
 class Record(NamedTuple):
@@ -82,9 +84,6 @@ class Stream:
     def __init__(self, name: str, first: Record) -> None:
         """name: name of the format; first: the first record."""
         self._name = name
-        self._begin(first)
-
-    def _begin(self, first: Record) -> None:
         self.first = first
         self.is_finished = False
         """Whether no further record belongs to it."""
@@ -115,6 +114,9 @@ class Stream:
 class GeminiStream(Stream):
     """Chunks of Gemini. In its first versions they have no id, and each has a `finishReason`."""
 
+    _is_unclear = False
+    """Whether there are several without an id."""
+
     @staticmethod
     def key_of(value: Event) -> Hashable | None:
         """Return the id of the response that a chunk of Gemini is from, "" without one; None for whole responses."""
@@ -128,43 +130,17 @@ class GeminiStream(Stream):
         is_whole = any(not isinstance(content, dict) or content.keys() - {"role", "parts"} for content in contents)
         return None if is_whole or not contents or not REQUESTS.isdisjoint(value) else ""
 
-    def _begin(self, first: Record) -> None:
-        super()._begin(first)
-        self._last = first
-        self._has_ended = False
-        """Whether a chunk has a `finishReason`."""
-        self._is_clear = True
-        """Whether all chunks are known to belong together."""
-
     def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
         if either(record.value, "responseId"):
             yield from super().add(record)
-            return
-        # The numbers of tokens are those up to the chunk.
-        before, after = _usage(self._last.value), _usage(record.value)
-        is_next = before is None or (after is not None and before[0] == after[0] and before[1] < after[1])
-        if self._has_ended and not is_next:
-            yield from self.finish()
-            self._begin(record)
-        self._is_clear &= not self._has_ended or before is not None or after is not None
-        self._has_ended |= self._streamed.add(record.value)
-        self._last = record
+        elif record is self.first:
+            self._streamed.add(record.value)
+        else:
+            yield Read(record, self._name, [], [UNNAMED])
+            self._is_unclear = True
 
     def finish(self) -> Iterator[Read]:  # noqa: D102
-        is_cut = self._last is not self.first and not self._has_ended
-        if not self.is_broken and (is_cut or not self._is_clear):
-            yield Read(self.first, self._name, [], [UNNAMED])
-        else:
-            yield from super().finish()
-
-
-def _usage(event: Event) -> tuple[int, int] | None:
-    """Return the numbers of tokens of the prompt and of the answer that a chunk of Gemini has."""
-    usage = either(event, "usageMetadata")
-    if not isinstance(usage, dict):
-        return None
-    prompt, answer = (either(usage, f"{part}TokenCount") for part in ("prompt", "candidates"))
-    return (prompt, answer) if isinstance(prompt, int) and isinstance(answer, int) else None
+        yield from [Read(self.first, self._name, [], [UNNAMED])] if self._is_unclear else super().finish()
 
 
 class Session:
@@ -177,13 +153,17 @@ class Session:
         """Return the ids of the session that a message or event is from; None for other records."""
         kind = str(value.get("type"))
         is_event = (
-            _is_item(value) or ("payload" in value and kind in CODEX_EVENTS) or value.get("record_type") == "state"
+            _is_item(value)
+            or ("payload" in value and kind in CODEX_EVENTS)
+            or value.get("record_type") == "state"
+            or (kind in ("tool_use", "tool_result") and "tool_id" in value)
         )
         if not is_event and OTHERS.isdisjoint(value):
             source, _, event = kind.partition(".")
             is_event = event != "" and isinstance(value.get("data"), dict) and source in (*chats.ROLES, "session")
             # With `role` and `type` it is a response, or an item of one, unless it has a text of its own.
             is_single = "role" not in value or "type" not in value or "text" in value
+            is_single = is_single or isinstance(value.get("content"), str)
             is_message = is_single and chats.role_of(value) in chats.ROLES.values()
             is_event = is_event or is_message or _is_note(value)
         return tuple([str(value.get(name)) for name in SESSIONS]) if is_event else None
@@ -210,7 +190,8 @@ class Session:
             if message["role"] != TOOL and reply_to(message) is None:
                 continue
             if is_answer and self._answer is not None and known == self._id:
-                self._answer = chats.joined(self._answer, message)
+                is_piece = record.value.get("delta") is True  # Gemini CLI
+                self._answer = chats.joined(self._answer, message, "" if is_piece else "\n")
                 continue
             yield from self._completed()
             if is_answer:
@@ -250,25 +231,9 @@ class Session:
         if "payload" in event or _is_item(event):
             return None, messages_of(item, self._skipped)
         inner = inner if isinstance(inner, dict) else {}
-        known = inner.get("id") or event.get("requestId") or object()
+        is_part = not PARTS.isdisjoint(raw if isinstance(raw := event.get("raw"), dict) else event)
+        known = inner.get("id") or event.get("requestId") or (None if is_part else object())
         return known, [] if inner.get("model") == "<synthetic>" else messages_of(event, self._skipped)
-
-
-class Thread(Session):
-    """Events of a thread of the Assistants API."""
-
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:
-        """Return the id of the thread of the Assistants API that an event is from; None for other records."""
-        names = (value.get("object"), value.get("event"))
-        is_event = any(isinstance(name, str) and (name == "thread" or name.startswith("thread.")) for name in names)
-        return str(_thread_data(value).get("thread_id")) if is_event else None
-
-    def _messages(self, event: Event) -> tuple[object, list[Message]]:
-        """Read the messages of the Assistants API once they are whole; other events only tell what happens to them."""
-        data = _thread_data(event)
-        is_whole = data.get("object") == "thread.message" and data.get("status") != "in_progress"
-        return object(), messages_of(data, self._skipped) if is_whole else []
 
 
 class Actions(Session):
@@ -318,10 +283,6 @@ def _is_item(value: Event) -> bool:
 def _is_note(event: Event) -> bool:
     """Return whether an event of Claude Code is no message."""
     return str(event.get("type")) in CLAUDE_EVENTS and not CLAUDE_FIELDS.isdisjoint(event)
-
-
-def _thread_data(event: Event) -> Event:
-    return data if isinstance(data := event.get("data"), dict) else event
 
 
 # --- aider

@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 
 from drafter_service.auth.connector import Connector
+from drafter_service.client.protocol import NamespaceState
 from drafter_service.ingest.documents import Documents, Totals
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
@@ -50,7 +51,10 @@ class RemoteSink:
         self._stub = DrafterServiceStub(self._channel)
         self._total = Totals(0, 0, 0)
         self._answer: grpc.Future | None = self._observe(None)
-        self._wait()
+        self.state = NamespaceState(namespace or f"of {model.name} by default")
+        """The namespace before anything is learned."""
+        if (answer := self._wait()) is not None and answer.namespace:  # Services up to 0.2.0 do not name it.
+            self.state = NamespaceState.of(answer)
 
     def accept(self, documents: Documents) -> None:
         """Send documents, once the service has learned the ones before. Raises UserError if the service fails."""
@@ -76,9 +80,10 @@ class RemoteSink:
         request = pb.ObserveRequest(namespace=self._namespace, model=self._model, texts=texts)
         return self._stub.Observe.future(request, metadata=self._connector.metadata())
 
-    def _wait(self) -> None:
+    def _wait(self) -> pb.ObserveResponse | None:
+        """Return the response to the last call, None if there is none. Raises UserError."""
         if self._answer is None:
-            return
+            return None
         try:
             learned = self._answer.result()
         except grpc.RpcError as error:
@@ -92,6 +97,7 @@ class RemoteSink:
         self._total = Totals(
             total.documents + learned.texts, total.tokens + learned.tokens, total.duplicates + learned.duplicates
         )
+        return learned
 
 
 class OfflineSink:

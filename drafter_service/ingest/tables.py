@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from drafter_service.ingest.chats import parsed
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import Opened
-from drafter_service.ingest.formats import FIELDS, read_records
+from drafter_service.ingest.formats import FIELDS, IDS, LIKELY, read_records
 from drafter_service.ingest.json_text import MAX_JSON, NOT_UTF8, is_unicode
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.sessions import Record
@@ -24,6 +26,7 @@ PROBED_ROWS = 8
 """Number of first rows by which the columns to read are selected."""
 DELIMITERS = ",\t;|"
 MAX_NAME = 100
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 BAD_ROW = "a row of CSV with broken quotes, or with more cells than the header"
 NO_HEADER = "CSV whose first line has no names of columns, or one of them twice; write a header"
 
@@ -39,8 +42,9 @@ def is_csv(head: bytes) -> bool:
 
 
 def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
-    """Yield the rows of a table. Cells that contain JSON objects or arrays are decoded; empty ones are None.
+    """Yield the rows of a table. Cells that contain objects or lists of them are decoded; empty ones are None.
 
+    Numbers in columns with the name of an output remain numbers, which are counts or scores, unless the user names it.
     Raises RecordError if there is no header.
     """
     csv.field_size_limit(MAX_JSON)
@@ -54,6 +58,7 @@ def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
     names = {name for name in header[:1] + list(filter(None, header[1:])) if len(name) <= MAX_NAME}
     if len(names) < len(header) or any(name.replace(".", "").isdigit() for name in names):
         raise RecordError(NO_HEADER)
+    outputs = [not reading.fields and LIKELY.search(name) is not None for name in header]
     number = 0
     while True:
         number += 1
@@ -69,8 +74,19 @@ def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
         if len(row) > len(header) or not is_unicode("".join(row)):
             reading.faults.record(BAD_ROW if len(row) > len(header) else NOT_UTF8, place)
         elif row:
-            cells = (parsed(cell) if cell else None for cell in row)
-            yield Record(dict(zip(header, cells, strict=False)), place)
+            cells = {
+                name: float(cell) if is_output and NUMBER.fullmatch(cell) else _cell(cell) if cell else None
+                for name, is_output, cell in zip(header, outputs, row, strict=False)
+            }
+            yield Record(cells, place)
+
+
+def _cell(text: str) -> object:
+    """Return what a cell contains: JSON, a list of objects or an object as Python writes it, or a text."""
+    if text.startswith(("{'", "[{'")):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return ast.literal_eval(text)
+    return parsed(text)
 
 
 def _delimiter(head: bytes) -> str:
@@ -139,9 +155,9 @@ def _records(batch: Any, label: str, before: int) -> Iterator[Record]:
 
 
 def _values(name: str, column: Any) -> list[Any]:
-    """Return the values of a column: lists of integers as arrays, and JSON decoded unless the column is a known one."""
+    """Return the values of a column: token ids as arrays, and JSON decoded unless the column is a known one."""
     types, kind = _pyarrow("types"), column.type
-    is_list = types.is_list(kind) or types.is_large_list(kind)
+    is_list = name in IDS and (types.is_list(kind) or types.is_large_list(kind))
     if not is_list or not types.is_integer(kind.value_type) or column.values.null_count:
         return [value if name in FIELDS else parsed(value) for value in column.to_pylist()]
     values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()

@@ -11,7 +11,7 @@ from ssd.budget.totals import BudgetTotals
 
 if TYPE_CHECKING:
     # Clients import this module and should not have to load pydantic and numba.
-    from drafter_service.observability.report.schema import ClientTotals, CorpusReport, SharedLogReport
+    from drafter_service.observability.report.schema import ClientTotals, CopyReport, CorpusReport, SharedLogReport
     from ssd.stats import Stats
 
 MAX_ENGINES = 64
@@ -88,7 +88,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Identity of a model. Token ids have the same meaning if tokenizer and vocabulary are equal."""
+    """Identity of a model. See `Model` in the protocol."""
 
     name: str = ""
     tokenizer: str = ""
@@ -97,6 +97,14 @@ class ModelIdentity:
     """Name of the LoRA adapter; empty without one."""
     vocab_size: int = 0
     """Token ids are below this; 0 if it is not known."""
+    vocabulary: str = ""
+    """Fingerprint of the vocabulary, the same for all files of one tokenizer; "" if it is not known."""
+    configuration: str = ""
+    """Type of the model, a colon, and a fingerprint of its configuration; "" if it is not known."""
+
+    def has_tokenizer_of(self, other: ModelIdentity) -> bool:
+        """Return whether both models are known to have the same tokenizer."""
+        return bool(self.tokenizer == other.tokenizer != "" or self.vocabulary == other.vocabulary != "")
 
 
 class Engine(NamedTuple):
@@ -172,6 +180,7 @@ class NamespaceFacts:
     """Time of the refreshes that merged something."""
     duplicates: int = 0
     """Texts that were sent again after they had been learned."""
+    copies: tuple[CopyReport, ...] = ()
     libraries: tuple[str, ...] = ()
     """Namespaces whose text is drafted in this one, too."""
     uses: Mapping[Engine, EngineUse] = field(default_factory=dict)

@@ -118,6 +118,16 @@ NAMESPACE_METRICS = (
     _field("ssd_drafter_waiting_tokens", "corpus.waiting_tokens", CorpusReport, "waiting_tokens"),
     _field("ssd_drafter_memory_bytes", "memory_bytes", NamespaceReport, "memory_bytes"),
     _field("ssd_drafter_streams", "streams", NamespaceReport, "streams"),
+    Metric(
+        "ssd_drafter_copies",
+        "Copies of the corpus in engines that are connected now.",
+        lambda facts: len(facts.copies),
+    ),
+    Metric(
+        "ssd_drafter_copy_missing_changes",
+        "Texts learned or forgotten that were not sent yet to the copy that lacks most of them.",
+        lambda facts: max((each.missing_changes for each in facts.copies), default=0),
+    ),
     _field("ssd_drafter_sequences", "sequences", NamespaceReport, "sequences"),
 )
 
@@ -247,6 +257,8 @@ def buckets(latency: Latency) -> tuple[list[tuple[str, float]], float]:
 ANSWER_S = 5.0
 """Maximum time for the event loop to return the facts; Prometheus itself waits for 10 s."""
 POLL_S = 0.1
+RETRY_S = 1.0
+"""Time before connections are accepted again after the process had no free descriptor for one."""
 
 
 class MetricsEndpoint:
@@ -315,6 +327,14 @@ class _Server(ThreadingTCPServer):
     def __init__(self, address: tuple[str, int], handler: type) -> None:
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. Raises OSError, after which the base class would try again without a pause."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(RETRY_S)
+            raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         logger.warning("metrics not sent", exc_info=True)

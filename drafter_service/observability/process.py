@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,8 +12,8 @@ STATM = Path("/proc/self/statm")
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of the process; on systems without /proc, its maximum so far."""
-    if STATM.exists():
+    """Return the resident memory of the process; its maximum so far without /proc, or without a free descriptor."""
+    with suppress(OSError):
         return int(STATM.read_text().split()[1]) * resource.getpagesize()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -31,9 +31,10 @@ def untested(host: str, installed: str, tested: Sequence[str]) -> str:
 class ConnectionLog:
     """Reports a loss that concerns several connections once, and its end once. Any thread may call it."""
 
-    def __init__(self, address: str, report: Callable[[str], None]) -> None:
-        """address: the drafter's. report: writes a message to the host's log."""
+    def __init__(self, address: str, report: Callable[[str], None], *, has_copy: bool = False) -> None:
+        """address: the drafter's. report: writes a message to the host's log. has_copy: see `PluginSettings`."""
         self._address = address
+        self._has_copy = has_copy
         self._report = report
         self._reasons: set[str] = set()
         """Reported reasons since a connection last worked again."""
@@ -48,7 +49,10 @@ class ConnectionLog:
                 return
             self._reasons.add(reason)
             self._is_lost |= not is_refused
-        self._report(f"no connection to the drafter at {self._address} ({reason}); continuing without drafts")
+        rest = "without drafts"
+        if self._has_copy:
+            rest = "with drafts from the copy for at most 30 s, then from running requests"
+        self._report(f"no connection to the drafter at {self._address} ({reason}); continuing {rest}")
 
     def resumed(self) -> None:
         """Record that a lost connection works again."""

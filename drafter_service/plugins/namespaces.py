@@ -43,27 +43,6 @@ class Namespace:
     """The host's steps since the drafter was last called."""
     drafting_s: float = 0.0
     """Seconds that the drafter has taken for the host's current step."""
-    _welcome: Welcome | None = None
-    """The welcome for which `restrictions` was called."""
-
-    def restrictions(self, max_draft: int) -> dict[str, str]:
-        """Return what a host of `max_draft` tokens misses, by kind as messages; once for each connection."""
-        drafter = self.drafter
-        if not isinstance(drafter, DrafterClient) or drafter.welcome is self._welcome:
-            return {}
-        self._welcome = welcome = drafter.welcome
-        messages = {}
-        if welcome is not None and max_draft > welcome.max_draft:
-            messages["max_draft"] = (
-                f"drafts have at most {welcome.max_draft} tokens, not {max_draft}, because the drafter at "
-                f"{drafter.address} allows no more; restart it with --max-draft {min(max_draft, MAX_DRAFT)}"
-            )
-        if welcome is not None and not welcome.may_learn:
-            messages["may_learn"] = (
-                f"outputs are not remembered, because this host lacks the right to learn in namespace "
-                f"{welcome.namespace!r} of the drafter at {drafter.address}"
-            )
-        return messages
 
 
 class HostNamespaces:
@@ -74,16 +53,20 @@ class HostNamespaces:
         settings: PluginSettings,
         limits: HostLimits,
         report: Callable[[str], None],
+        report_once: Callable[[str, str], None],
         open_drafter: Callable[[str, str], HostDrafter] | None = None,
+        inform: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """report: called with a message, from any thread, when connections are lost or work again.
-
-        open_drafter: opens the drafter of an adapter and a salt; None: as the settings say.
+        """report: called with a message, from any thread, when connections are lost or work again. report_once: called
+        in the same way with a kind of problem and a message, which is ignored if there was one of this kind.
+        inform: called with the namespace of requests without cache salt, once it is known. open_drafter: opens the
+        drafter of an adapter and a salt; None: as the settings say.
         """
         self._open_drafter = open_drafter or self._drafter
         self._settings = settings
         self._limits = limits
-        self._connections = ConnectionLog(settings.sidecar, report)
+        self._report, self._report_once, self._inform = report, report_once, inform
+        self._connections = ConnectionLog(settings.sidecar, report, has_copy=settings.has_copy)
         self.opened: OrderedDict[tuple[str, str], Namespace] = OrderedDict()
         """By adapter and salt, least recently used first."""
 
@@ -153,14 +136,16 @@ class HostNamespaces:
             from ssd.budget.curve import StepCurve
             from ssd.drafter import SuffixDrafter
 
+            self._inform(f"up to {max_draft} draft tokens per step from a corpus in this process")
             return SuffixDrafter(config, curve=StepCurve.unknown(self._limits.padding), sorts_in_thread=True)
-        if settings.drafting == "replica" and not settings.shadow:
+        if settings.has_copy:
             from drafter_service.client.replica import ReplicaClient
 
-            connect = partial(ReplicaClient, config=config, max_tokens=settings.capacity)
+            connect = partial(ReplicaClient, config=config, max_tokens=settings.capacity, on_copy_lost=self._report)
         return connect(
             settings.sidecar,
             deadline_s=settings.deadline_s,
+            poll_s=settings.poll_s,
             model=replace(settings.model, adapter=adapter),
             namespace=namespace_name(settings, adapter, salt),
             host=settings.host,
@@ -170,9 +155,30 @@ class HostNamespaces:
             padding=self._limits.padding,
             shadow=settings.shadow,
             required=False,
+            on_welcome=partial(self._welcomed, is_default=not (salt or adapter)),
             on_lost=lambda reason: self._connections.lost(reason, self._is_refused(adapter, salt)),
             on_resumed=self._connections.resumed,
         )
+
+    def _welcomed(self, welcome: Welcome, is_default: bool) -> None:
+        """Say what the service does not allow, which namespace is the default one, and whether text is elsewhere."""
+        longest, address = self._limits.max_draft, self._settings.sidecar
+        if longest > welcome.max_draft:
+            self._report_once(
+                "max_draft",
+                f"drafts have at most {welcome.max_draft} tokens, not {longest}, because the drafter at {address} "
+                f"allows no more; restart it with --max-draft {min(longest, MAX_DRAFT)}",
+            )
+        if not welcome.may_learn:
+            self._report_once(
+                "may_learn",
+                "outputs are not remembered, because this host lacks the right to learn in namespace "
+                f"{welcome.namespace!r} of the drafter at {address}",
+            )
+        if is_default:
+            self._inform(f"up to {longest} draft tokens per step from the namespace {welcome.namespace_state}")
+            if advice := welcome.namespace_state.advice('set "namespace" to "{}"'):
+                self._report_once("namespace", advice)
 
 
 def namespace_name(settings: PluginSettings, adapter: str, salt: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -17,11 +17,15 @@ EXTRAS = {
     "ssd_private": bool,
     "ssd_session": str,
     "ssd_max_draft": int,
-    "hints": list,
     "ssd_group": str,
     "ssd_version": int,
 }
-"""Options that a client of the host may give with a request, and their types."""
+"""Options that a client of the host may give with a request, and their types; and `hints`."""
+MAX_HINT_TOKENS = 1 << 15
+"""Maximum number of tokens of a request's hints: a step needs a few milliseconds to start a request with so many."""
+MAX_HINT_CHARS = 1 << 17
+"""Maximum number of characters of hints that are texts."""
+MAX_HINT_TEXTS = 64
 
 
 class End(Enum):
@@ -53,6 +57,8 @@ class HostLimits:
     """Whether a draft may be a tree."""
     padding: Padding = NO_PADDING
     """Shapes that it pads its steps to."""
+    has_network: bool = False
+    """Whether it has a network of its own, such as EAGLE or MTP, whose drafts it gives to `HostSession.draft`."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a limit below 1."""
@@ -82,15 +88,21 @@ class RequestOptions:
     """Whether its text is kept from the corpus, and from drafts for other requests."""
     max_draft: int | None = None
     """Maximum number of draft tokens, 0 for no drafts; None: as the host allows."""
-    hints: tuple[int, ...] = ()
-    """Tokens that its output may repeat, such as the file that it edits. They are searched like its prompt."""
+    hints: Sequence[int] = ()
+    """Tokens that its output may repeat, such as the file that it edits, or an array of them. They are searched like
+    its prompt."""
+    hint_texts: tuple[str, ...] = ()
+    """The same as texts, which are not tokenized yet."""
     rollout: Rollout | None = None
     """What it samples in reinforcement learning; None if it is no rollout."""
 
-    def with_extras(self, extras: Mapping[str, Any], group: str | None = None) -> RequestOptions:
+    def with_extras(
+        self, extras: Mapping[str, Any], group: str | None = None, warn: Callable[[str], None] = lambda _: None
+    ) -> RequestOptions:
         """Return the options with those of `EXTRAS` that a client gave. Raises ValueError for a value of a wrong type.
 
-        Other names are left to the host. group: that of a rollout whose client gave none; None: it is no rollout.
+        Other names are left to the host. group: that of a rollout whose client gave none; None: it is no rollout. warn:
+        called if hints are longer than the limits, which cuts them.
         """
         given = {name: extras[name] for name in EXTRAS if extras.get(name) is not None}
         for name, value in given.items():
@@ -101,15 +113,15 @@ class RequestOptions:
             # A bool is an int, but not a number of tokens.
             if not isinstance(value, EXTRAS[name]) or (EXTRAS[name] is int and isinstance(value, bool)):
                 raise ValueError(f"{name} must be of type {EXTRAS[name].__name__}, not {type(value).__name__}")
-        hints = given.get("hints", self.hints)
-        if not all(type(token) is int for token in hints):
-            raise ValueError("hints must be a list of token ids")
+        hints = () if (hints := extras.get("hints")) is None else _read_hints(hints, warn)
+        is_text = bool(hints) and isinstance(hints[0], str)
         return replace(
             self,
             private=given.get("ssd_private", self.private),
             session=given.get("ssd_session", self.session),
             max_draft=given.get("ssd_max_draft", self.max_draft),
-            hints=tuple(hints),
+            hints=self.hints if is_text or not hints else hints,
+            hint_texts=hints if is_text else self.hint_texts,
             rollout=_rollout(given.get("ssd_group", group), given.get("ssd_version", 0)) or self.rollout,
         )
 
@@ -127,9 +139,30 @@ class RequestOptions:
         return end is End.FINISHED or self.has_stop_strings
 
 
-def group_of(prompt: Sequence[int]) -> str:
-    """Return a group that is named after a prompt, so that it is the same for all samples in all epochs."""
-    return hashlib.blake2b(np.asarray(prompt, np.int64).tobytes(), digest_size=16).hexdigest()
+def _read_hints(hints: Any, warn: Callable[[str], None]) -> tuple[Any, ...]:
+    """Return hints within the limits, all of them texts or token ids. Raises ValueError for anything else."""
+    given: list[Any] = [hints] if isinstance(hints, str) else hints
+    if not isinstance(given, list):
+        raise ValueError(f"hints must be a text, texts or token ids, not {type(hints).__name__}")
+    kind, most = (str, MAX_HINT_TEXTS) if given and isinstance(given[0], str) else (int, MAX_HINT_TOKENS)
+    kept = given[:most]
+    if not all(type(each) is kind for each in kept):
+        raise ValueError("hints must be a text, a list of texts, or a list of token ids")
+    room = MAX_HINT_CHARS
+    for at, text in enumerate(kept if kind is str else ()):
+        kept[at] = text[: max(0, room)]
+        room -= len(text)
+    if room < 0 or len(kept) < len(given):
+        warn(
+            f"hints beyond {MAX_HINT_TOKENS:,} tokens, or {MAX_HINT_TEXTS} texts of {MAX_HINT_CHARS:,} characters in "
+            "all, are ignored"
+        )
+    return tuple(filter(None, kept)) if kind is str else tuple(kept)
+
+
+def group_of(prompt: np.ndarray) -> str:
+    """Return a group that is named after a prompt, int64 [N], so that it is the same for all samples in all epochs."""
+    return hashlib.blake2b(prompt.data, digest_size=16).hexdigest()
 
 
 def _rollout(group: str | None, version: int) -> Rollout | None:

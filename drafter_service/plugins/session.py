@@ -13,21 +13,32 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drafter_service.plugins.draft import NO_DRAFT, Draft, TrackedRequest, Turn, drafts_of, progress_of, valid_prefix
+from drafter_service.plugins.draft import (
+    NO_DRAFT,
+    Draft,
+    TrackedRequest,
+    Turn,
+    drafts_of,
+    path_of,
+    progress_of,
+    valid_prefix,
+)
+from drafter_service.plugins.hints import HintTokenizer
 from drafter_service.plugins.namespaces import HostNamespaces
 from drafter_service.plugins.options import End, HostLimits, RequestOptions, group_of
 from drafter_service.plugins.settings import PluginSettings
 from ssd.errors import Failures, UserError
 
 if TYPE_CHECKING:
+    from drafter_service.plugins.combination import Combination
     from drafter_service.plugins.namespaces import HostDrafter
 
 
@@ -60,9 +71,10 @@ class HostSession:
         limits: HostLimits,
         report: Callable[[str], None],
         open_drafter: Callable[[str, str], HostDrafter] | None = None,
+        inform: Callable[[str], None] = lambda _: None,
     ) -> None:
         """report: writes a message to the host's log, from any thread; called once for each kind of problem, and at
-        most once a minute for failures. open_drafter: see `HostNamespaces`.
+        most once a minute for failures. open_drafter, inform: see `HostNamespaces`.
         """
         self.counters = DraftCounters()
         self._failures = Failures()
@@ -72,12 +84,19 @@ class HostSession:
         self._rollouts = settings.rollouts
         self._report = report
         self._reported: set[str] = set()
-        self.namespaces = HostNamespaces(settings, limits, report, open_drafter)
+        self.namespaces = HostNamespaces(settings, limits, report, self._report_once, open_drafter, inform)
+        self._hints = HintTokenizer(settings.folder, self._report_once)
         self._requests: OrderedDict[Hashable, TrackedRequest] = OrderedDict()
         """By the host's id, least recently drafted first."""
         self._sequences = 0
         """Number of sequences so far: their ids are never used twice, unlike those of hosts."""
         self._lock = threading.RLock()
+        self._combination: Combination | None = None
+        if limits.has_network:
+            with self.guarded():
+                from drafter_service.plugins.combination import Combination
+
+                self._combination = Combination(limits, self._vocab_size, withholds=settings.shadow)
 
     def __contains__(self, request_id: Hashable) -> bool:
         """Whether a request was started and has not ended."""
@@ -89,7 +108,7 @@ class HostSession:
         return len(self._requests)
 
     def open(self) -> None:
-        """Connect, so that what prevents drafts is reported before the first request."""
+        """Connect, so that what prevents drafts is reported, and kernels are compiled, before the first request."""
         with self.guarded():
             self.namespaces.find("", "")
 
@@ -107,29 +126,32 @@ class HostSession:
         """
         with self.guarded():
             self._drop(request_id)
-            options = options or RequestOptions()
-            request = TrackedRequest.of(prompt, options, self._limits.context_window)
+            ids = np.array(prompt, np.int64)
+            request = TrackedRequest.of(ids, options or RequestOptions(), self._limits.context_window)
             self._requests[request_id] = request
             if len(self._requests) > self._limits.max_requests:
                 self._drop(next(iter(self._requests)))
             try:
-                group = group_of(prompt) if self._rollouts else None
-                request.options = request.options.with_extras(extras or {}, group)
+                group = group_of(ids) if self._rollouts else None
+                warn = partial(self._report_once, "hints")
+                request.options = request.options.with_extras(extras or {}, group, warn)
             except ValueError as problem:
                 self._report_once("extras", f"options of a request: {problem}; it has no drafts")
                 return
-            self._begin(request, prompt)
+            if request.options.hint_texts:
+                request.hints = self._hints.start(request.options.hint_texts)
+            if request.hints is None:
+                self._begin(request, ids)
 
-    def schedule(self, drafts: Mapping[Any, Sequence[int]], offered: Mapping[Any, int] = MappingProxyType({})) -> None:
+    def schedule(self, drafts: Mapping[Any, Sequence[int]]) -> None:
         """Record the draft tokens that the host verifies in the step that it begins, by request id.
 
         They may be fewer than the last draft has, none, or padding. Only the first call after a draft counts.
-        offered: number of tokens that the plug-in gave to the host, for requests to which it gave a part of the draft.
         """
         with self.guarded():
             for request_id, tokens in drafts.items():
                 if (request := self._requests.get(request_id)) is not None:
-                    request.schedule(tokens, offered.get(request_id))
+                    request.schedule(tokens)
 
     def record_step(self, tokens: int, sequences: int, seconds: float) -> None:
         """Record a step that the host has run, from which the drafter learns how much to draft.
@@ -139,15 +161,25 @@ class HostSession:
         """
         with self.guarded():
             self.namespaces.record_step(tokens, sequences, seconds)
+            if self._combination is not None:
+                self._combination.record_step(tokens, sequences, seconds)
 
     def draft(
-        self, texts: Sequence[tuple[Hashable, Sequence[int]]], prompt_tokens: int = 0, other_sequences: int = 0
+        self,
+        texts: Sequence[tuple[Hashable, Sequence[int]]],
+        prompt_tokens: int = 0,
+        other_sequences: int = 0,
+        networks: Sequence[Sequence[int]] = (),
     ) -> list[list[int]]:
         """Return the tokens of a draft for each request of a batch, as `draft_trees` does for paths."""
-        return [draft.tokens.copy() for draft in self.draft_trees(texts, prompt_tokens, other_sequences)]
+        return [draft.tokens.copy() for draft in self.draft_trees(texts, prompt_tokens, other_sequences, networks)]
 
     def draft_trees(
-        self, texts: Sequence[tuple[Hashable, Sequence[int]]], prompt_tokens: int = 0, other_sequences: int = 0
+        self,
+        texts: Sequence[tuple[Hashable, Sequence[int]]],
+        prompt_tokens: int = 0,
+        other_sequences: int = 0,
+        networks: Sequence[Sequence[int]] = (),
     ) -> list[Draft]:
         """Return a draft for each request of a batch, a path unless the host's limits allow trees.
 
@@ -155,10 +187,17 @@ class HostSession:
         such as a placeholder of a step in flight, a text is ignored, and there is no draft. Requests that were not
         started have none either, nor does the second of two with the same id. prompt_tokens, other_sequences: numbers
         of prompt tokens, and of decoding requests beside those of `texts`, that the host is expected to run in the same
-        step.
+        step. networks: the drafts of the host's own network, one for each text, if `HostLimits.has_network`. A request
+        without draft of the drafter has that of the network.
         """
         drafts = [NO_DRAFT] * len(texts)
         with self.guarded():
+            if len(networks) == len(texts):
+                longest = self._limits.max_draft
+                networks = [valid_prefix(tokens, self._vocab_size)[:longest] for tokens in networks]
+                drafts = [*map(path_of, networks)]
+            else:
+                networks = [()] * len(texts)
             paused = self.namespaces.take_paused()
             by_namespace: dict[int, list[Turn]] = {}
             seen = set()
@@ -168,9 +207,13 @@ class HostSession:
                     continue
                 seen.add(request_id)
                 self._requests.move_to_end(request_id)
+                if request.hints is not None and request.hints.done():
+                    self._begin_with_hints(request, text)
                 if request.namespace in paused:
+                    if self._limits.has_network:
+                        request.skip(len(text))
                     continue
-                turn = self._turn(index, request, text)
+                turn = self._turn(index, request, text, networks[index])
                 if turn is None:
                     continue
                 if turn.added or not request.draft:
@@ -188,7 +231,13 @@ class HostSession:
         """End a request, if it is running. text: its whole text; None if the host does not give it any more."""
         with self.guarded():
             request = self._requests.pop(request_id, None)
-            if request is None or request.namespace is None:
+            if request is None:
+                return
+            if (hints := request.hints) is not None:
+                if text is not None:
+                    self._begin_with_hints(request, text)
+                hints.cancel()
+            if request.namespace is None:
                 return
             turn = None if text is None or len(text) < request.reported else self._turn(0, request, text)
             self._end(request, turn, learn=request.options.learns_after(end))
@@ -198,6 +247,7 @@ class HostSession:
         with self.guarded():
             for request_id in list(self._requests):
                 self._drop(request_id)
+            self._hints.close()
             self.namespaces.close()
 
     @contextmanager
@@ -237,13 +287,13 @@ class HostSession:
         with suppress(Exception):  # The host's log must not stop the host either.
             self._report(message)
 
-    def _begin(self, request: TrackedRequest, prompt: Sequence[int]) -> None:
+    def _begin(self, request: TrackedRequest, prompt: np.ndarray) -> None:
         """Start a sequence for a request, unless its options or its prompt forbid it, or drafting is switched off."""
-        if self._failures.is_off:
+        if self._failures.is_off or (self._limits.has_network and self._combination is None):
             return
         options = request.options
-        ids, hints = (valid_prefix(tokens, self._vocab_size) for tokens in (prompt, options.hints))
-        if len(ids) < len(prompt) or len(hints) < len(options.hints):
+        hints = valid_prefix(options.hints, self._vocab_size)
+        if len(valid_prefix(prompt, self._vocab_size)) < len(prompt) or len(hints) < len(options.hints):
             self._report_once(
                 "prompt", "a prompt or hints with token ids outside of the vocabulary; the request has no drafts"
             )
@@ -255,7 +305,7 @@ class HostSession:
             return
         namespace.drafter.start(
             self._sequences,
-            np.array(ids, np.uint32),
+            prompt.astype(np.uint32),
             hints=np.array(hints, np.uint32),
             session_id=options.session_id,
             learn=not options.private,
@@ -265,7 +315,16 @@ class HostSession:
         request.begin(namespace, self._sequences, prompt)
         self._sequences += 1
 
-    def _turn(self, index: int, request: TrackedRequest, text: Sequence[int]) -> Turn | None:
+    def _begin_with_hints(self, request: TrackedRequest, text: Sequence[int]) -> None:
+        """Start a sequence for a request that waited for its hints; without them if they are still not tokenized."""
+        hints, request.hints = request.hints, None
+        if hints is not None and hints.done():
+            request.options = replace(request.options, hints=hints.result())
+        self._begin(request, np.array(text[: request.prompt_length], np.int64))
+
+    def _turn(
+        self, index: int, request: TrackedRequest, text: Sequence[int], network: Sequence[int] = ()
+    ) -> Turn | None:
         """Return the progress of a request; None if it has no drafts."""
         if request.namespace is None:
             return None
@@ -279,14 +338,14 @@ class HostSession:
         new = known[len(tail) :]
         added = valid_prefix(new, self._vocab_size)
         room = request.room(length, self._limits.max_draft) if len(added) == len(new) else 0
-        verified = (request.verified or 0) if added else 0
-        accepted = request.draft.accepted(added, verified) if verified else 0
-        return Turn(request, index, added, room, verified, accepted, steps=max(1, len(added) - accepted))
+        verified, accepted, resolved = request.outcome(added)
+        steps = request.skipped + (length > request.seen) if request.skipped else max(1, len(added) - accepted)
+        return Turn(request, index, added, room, verified, accepted, resolved, steps, network[:room])
 
     def _restart(self, request: TrackedRequest, text: Sequence[int]) -> None:
         """Begin a request again whose text is not what was reported: the host took output back, or used an id twice."""
         self._end(request, None, learn=False)
-        prompt = text[: request.prompt_length]
+        prompt = np.array(text[: request.prompt_length], np.int64)
         if request.has_prompt(prompt):
             self._begin(request, prompt)
         else:
@@ -304,21 +363,23 @@ class HostSession:
             began = perf_counter()
             progress = progress_of(turns, others, prompt_tokens, namespace.step_times)
             namespace.step_times = []
+            if self._combination is not None:
+                progress.min_path_prob = self._combination.min_path_prob(turns, others, prompt_tokens)
             batch = namespace.drafter.draft(progress)
+            drafts = drafts_of(batch, [turn.room for turn in turns], self._vocab_size, is_tree=self._limits.trees)
+            for turn in turns:
+                self._commit(turn)
+            if self._combination is not None:
+                drafts = self._combination.choose(turns, batch, drafts, namespace.drafter.draft_after)
             namespace.drafting_s, namespace.pause_steps = perf_counter() - began, batch.pause_steps
-            for kind, message in namespace.restrictions(self._limits.max_draft).items():
-                self._report_once(kind, message)
         except Exception as problem:
             for turn in turns:
                 with suppress(Exception):  # Its state at the drafter is unknown. The cause is reported below.
                     self._end(turn.request, None, learn=False)
             self._fail(problem)
-            return [NO_DRAFT] * len(turns)
+            return [path_of(turn.network) for turn in turns]
         self._failures.succeeded()
-        rooms = [turn.room for turn in turns]
-        drafts = drafts_of(batch, rooms, self._vocab_size, is_tree=self._limits.trees)
         for turn, draft in zip(turns, drafts, strict=True):
-            self._commit(turn)
             turn.request.draft = draft
             self.counters.drafted += len(draft.tokens)
         return drafts
@@ -330,12 +391,16 @@ class HostSession:
         self.counters.steps += turn.steps
         self.counters.verified += turn.verified
         self.counters.accepted += turn.accepted
+        if self._combination is not None:
+            self._combination.learn(turn.request, turn.added)
         turn.request.commit(turn.added)
 
     def _drop(self, request_id: Hashable) -> None:
         """Forget a request without learning it."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            if request.hints is not None:
+                request.hints.cancel()
             self._end(request, None, learn=False)
 
     def _end(self, request: TrackedRequest, turn: Turn | None, *, learn: bool) -> None:
@@ -351,7 +416,7 @@ class HostSession:
         namespace.drafter.finish(
             request.sequence_id,
             np.array(turn.added, np.uint32),
-            verified=turn.verified,
+            verified=turn.resolved,
             steps=turn.steps,
             learn=learn,
         )

@@ -16,6 +16,7 @@ from pydantic import AfterValidator
 
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client.client import DEADLINE_S
+from drafter_service.client.connection import check_address
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.settings.schema import Schema
@@ -60,13 +61,15 @@ class PluginSettings:
     """Folder with the model's `tokenizer.json` and `config.json`; None: the one that the host loads, if it has them."""
     deadline_s: Seconds = DEADLINE_S
     """Maximum wait for the drafts of a step, in seconds."""
+    poll_s: Annotated[float, Ge(0)] = 0.0
+    """Part of that wait in which a sidecar on the same machine is polled without sleeping, in seconds."""
     access: ClientAccess | None = None
     """TLS files and bearer token for the sidecar."""
     capacity: Annotated[int, Ge(MIN_CAPACITY), Le(MAX_CAPACITY)] = DrafterConfig.capacity
     """Tokens that an embedded drafter remembers, or a copy of the sidecar's corpus has at most, per namespace."""
     shadow: bool = False
     """Whether all drafts are withheld; the sidecar reports what they would have gained."""
-    drafting: Literal["sidecar", "replica"] = "sidecar"
+    drafting: Literal["sidecar", "replica"] = "replica"
     """Where drafts are made: in the sidecar, or in the host's process, from a copy of the sidecar's corpus."""
     rollouts: bool = False
     """Whether requests without `ssd_group` are rollouts of a group that is named after their prompt."""
@@ -75,6 +78,11 @@ class PluginSettings:
     """The served model, without adapter."""
     host: str = ""
     """Name and version of the host, such as "vllm/0.32.0"."""
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether drafts come from a copy of the sidecar's corpus in the host's process; shadow mode has none."""
+        return self.drafting == "replica" and self.sidecar != EMBEDDED and not self.shadow
 
 
 SETTINGS = Schema(PluginSettings, without=("model", "host"))
@@ -92,8 +100,9 @@ def host_settings(
 ) -> PluginSettings:
     """Return the settings of a host of the installed `package`, see `read_settings` and `identity_of`."""
     settings = read_settings(given, deadline_s=deadline_s)
-    identity = identity_of(model, vocab_size, report, folder=settings.folder, revision=revision)
-    return replace(settings, model=identity, host=name_and_version(package))
+    folder = settings.folder or files_of(model, revision)
+    identity = identity_of(model, vocab_size, report, folder=folder, revision=revision)
+    return replace(settings, model=identity, host=name_and_version(package), folder=folder)
 
 
 def read_settings(given: Mapping[str, Any], *, deadline_s: float = DEADLINE_S) -> PluginSettings:
@@ -109,6 +118,17 @@ def read_settings(given: Mapping[str, Any], *, deadline_s: float = DEADLINE_S) -
         raise UserError(f"environment variable {VARIABLE} must be an object, not {type(variable).__name__}")
     layers = {"default": {"deadline_s": deadline_s}, f"environment variable {VARIABLE}": variable, "settings": given}
     return SETTINGS.load(layers)
+
+
+def look_for_sidecar(settings: PluginSettings, report: Callable[[str], None]) -> None:
+    """Report that no sidecar listens at the address, for hosts that have not loaded their model yet."""
+    if settings.sidecar == EMBEDDED:
+        return
+    try:
+        check_address(settings.sidecar)
+    except UserError as problem:
+        rest = "with drafts from running requests alone" if settings.has_copy else "without drafts"
+        report(f"{problem}; continuing {rest} until there is one")
 
 
 def name_and_version(package: str) -> str:
@@ -131,17 +151,21 @@ def identity_of(
     name: folder or GGUF file of the model, or its name on the hub. folder: its files, where `name` is neither of them
     nor in the hub's cache. revision: its revision on the hub. report: called with what cannot be read.
     """
-    files = folder or (name if Path(name).exists() else cached_folder(name, revision))
-    if files:
+    if (files := folder or files_of(name, revision)) is not None:
         try:
-            return model_identity(Path(files))
+            return model_identity(files)
         except UserError as problem:
             report(f"{problem}; the corpus is named after the model's name alone")
     return ModelIdentity(name=name, vocab_size=vocab_size)
 
 
-def cached_folder(name: str, revision: str = "") -> Path | None:
-    """Return the folder of a model of the Hugging Face hub in its local cache; None if it is not there."""
+def files_of(name: str, revision: str = "") -> Path | None:
+    """Return the folder or GGUF file of a model, by its path or its name on the hub; None if it is not here.
+
+    A name on the hub, with a revision, is looked up in the local cache of the Hugging Face hub.
+    """
+    if name and Path(name).exists():
+        return Path(name)
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     repository = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser() / f"models--{name.replace('/', '--')}"
     reference = repository / "refs" / (revision or "main")

@@ -19,7 +19,7 @@ from typing import Any
 from drafter_service.plugins.log import HostLog, untested
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import host_settings
+from drafter_service.plugins.settings import host_settings, look_for_sidecar
 from ssd.budget.padding import Padding
 
 LOG = HostLog("tensorrt_llm")
@@ -73,6 +73,7 @@ def drafter_class() -> type:
                 max_draft_len, vocab_size or own.model.vocab_size, padding=Padding(lengths=(max_draft_len,))
             )
             self._ssd_settings = own
+            look_for_sidecar(own, LOG.warning)
             self._ssd_drafts: RequestDrafts | None = None
 
         def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def drafter_class() -> type:
         def prepare_draft_tokens(self, scheduled_requests: Any, resource_manager: Any = None) -> None:  # noqa: ARG002
             """Set the drafts of the batch's requests that generate."""
             if self._ssd_drafts is None:
-                session = HostSession(self._ssd_settings, self._ssd_limits, LOG.warning)
+                session = HostSession(self._ssd_settings, self._ssd_limits, LOG.warning, inform=LOG.info)
                 self._ssd_drafts = RequestDrafts(session, reason_against())
             self._ssd_drafts.prepare(scheduled_requests.generation_requests, self.max_draft_len)
 
@@ -117,6 +118,8 @@ class RequestDrafts:
         self._is_enabled = not reason
         if reason:
             LOG.warning(f"{reason}; continuing without drafts")
+        else:
+            session.open()
 
     def prepare(self, requests: list[Any], max_draft: int) -> None:
         """Set `py_draft_tokens` of each request, at most `max_draft` tokens, which the host may lower as it runs."""

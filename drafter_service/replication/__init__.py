@@ -1,1 +1,1 @@
-"""The shared log of finished requests through which replicas learn the same text."""
+"""The shared log of finished requests through which sidecars learn the same text."""

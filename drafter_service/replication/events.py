@@ -1,4 +1,4 @@
-"""Events that replicas exchange, and their encoding as entries of the log.
+"""Events that sidecars exchange, and their encoding as entries of the log.
 
 An entry has the columns of N events, packed as little-endian bytes: kinds u1 [N], times f8 [N], lengths u4 [N] of the
 events' tokens, tokens u4 (all events), name_lengths u4 [N] in bytes, names in UTF-8 (all events), tags u4 [N]. No other
@@ -7,9 +7,9 @@ module depends on the format. Entries may come from other versions, so `decode` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,83 +18,58 @@ from drafter_service.transport.wire import WireError, pack, unpack, unpack_token
 from ssd.corpus.rollout import NO_TAG
 
 VERSION = b"1"
-FINISHED, FORGOTTEN, FORGOTTEN_BEFORE, DROPPED = range(4)
 NO_TOKENS = np.empty(0, np.uint32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Finished:
-    """A request has finished and may be learned."""
+class Kind(IntEnum):
+    """Kind of an event."""
 
-    request: str
+    FINISHED = 0
+    """A request has finished at `time` and may be learned."""
+    FORGOTTEN = 1
+    """The text that a request produced up to `time` is to be forgotten."""
+    FORGOTTEN_BEFORE = 2
+    """Everything that finished before `time` is to be forgotten."""
+    DROPPED = 3
+    """The namespace is to be forgotten with everything that finished up to `time`."""
+
+
+class Event(NamedTuple):
+    """A change of what a namespace remembers."""
+
+    kind: Kind
+    time: float
+    """In seconds since 1970; finite."""
+    request: str = ""
     """Name of the request, which is learned once per name and can be forgotten by it. Empty: no name."""
-    tokens: np.ndarray
-    """uint32 [N]."""
-    time: float
-    """Time of finishing, in seconds since 1970."""
+    tokens: np.ndarray = NO_TOKENS
+    """uint32 [N]: the text of a finished request."""
     tag: int = NO_TAG
-    """That of a rollout, see `ssd.corpus.rollout.Rollout.tag`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """Forget the text that a request produced up to `time`."""
-
-    request: str
-    time: float
-    """Time of the request to forget, in seconds since 1970."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForgottenBefore:
-    """Forget everything that finished before `time`."""
-
-    time: float
-    """Time in seconds since 1970; finite."""
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.time):
-            raise ValueError(f"time is {self.time}, not finite")
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Forget the namespace with everything that finished up to `time`."""
-
-    time: float
-    """Time of the request to forget, in seconds since 1970."""
-
-
-Event = Finished | Forgotten | ForgottenBefore | Dropped
-
-KINDS = {Finished: FINISHED, Forgotten: FORGOTTEN, ForgottenBefore: FORGOTTEN_BEFORE, Dropped: DROPPED}
+    """Tag of a rollout, see `ssd.corpus.rollout.Rollout.tag`."""
 
 
 class LogEntry(NamedTuple):
     """A decoded entry."""
 
     writer: bytes
-    """Name of the replica that wrote it."""
+    """Name of the sidecar that wrote it."""
     events: list[Event]
 
 
 def encode(events: Sequence[Event], writer: bytes) -> dict[bytes, bytes]:
     """Return the fields of an entry."""
-    tokens = [event.tokens if isinstance(event, Finished) else NO_TOKENS for event in events]
-    names = [
-        event.request.encode(errors="surrogatepass") if isinstance(event, Finished | Forgotten) else b""
-        for event in events
-    ]
+    kinds, times, requests, tokens, tags = zip(*events, strict=True)
+    names = [request.encode(errors="surrogatepass") for request in requests]
     return {
         b"version": VERSION,
         b"writer": writer,
-        b"kinds": pack(np.array([KINDS[type(event)] for event in events]), "u1"),
-        b"times": pack(np.array([event.time for event in events], np.float64), "f8"),
+        b"kinds": pack(np.array(kinds), "u1"),
+        b"times": pack(np.array(times, np.float64), "f8"),
         b"lengths": pack(np.array([len(part) for part in tokens]), "u4"),
         b"tokens": pack(np.concatenate(tokens), "u4"),
         b"name_lengths": pack(np.array([len(name) for name in names]), "u4"),
         b"names": b"".join(names),
-        b"tags": pack(np.array([event.tag if isinstance(event, Finished) else NO_TAG for event in events]), "u4"),
+        b"tags": pack(np.array(tags), "u4"),
     }
 
 
@@ -102,53 +77,34 @@ def decode(fields: Mapping[bytes, bytes]) -> LogEntry:
     """Return the entry that the fields encode; its tokens are views of them. Raises WireError for invalid fields."""
     if _field(fields, "version") != VERSION:
         raise WireError("the entry has another version")
-    kinds = unpack(_field(fields, "kinds"), "u1", "kinds")
-    if not len(kinds):
-        raise WireError("kinds is empty")
+    kinds = unpack(_field(fields, "kinds"), "u1", "kinds").tolist()
+    if not kinds or max(kinds) >= len(Kind):
+        raise WireError(f"kinds must be numbers below {len(Kind)}")
     times = unpack(_field(fields, "times"), "f8", "times")
     if len(times) != len(kinds) or not np.all(np.isfinite(times)):
         raise WireError(f"times must be {len(kinds)} finite numbers")
     tokens = unpack_tokens(_field(fields, "tokens"), "tokens")
     names = _field(fields, "names")
-    ends = _ends(fields, "lengths", len(kinds), len(tokens))
-    name_ends = _ends(fields, "name_lengths", len(kinds), len(names))
+    runs = _runs(fields, "lengths", len(kinds), len(tokens))
+    name_runs = _runs(fields, "name_lengths", len(kinds), len(names))
     tags = unpack(_field(fields, "tags"), "u4", "tags")
     if len(tags) != len(kinds) or (tags >> 16).any():
         raise WireError(f"tags must be {len(kinds)} numbers of 16 bits")
-    events, first, first_name = [], 0, 0
-    for kind, time, end, name_end, tag in zip(
-        kinds.tolist(), times.tolist(), ends.tolist(), name_ends.tolist(), tags.tolist(), strict=True
-    ):
-        events.append(_event(kind, names[first_name:name_end], tokens[first:end], time, tag))
-        first, first_name = end, name_end
-    return LogEntry(_field(fields, "writer"), events)
-
-
-def _event(kind: int, name: bytes, tokens: np.ndarray, time: float, tag: int) -> Event:
-    if kind == FINISHED:
-        return Finished(_text(name), tokens, time, tag)
-    if kind == FORGOTTEN:
-        return Forgotten(_text(name), time)
-    if kind == FORGOTTEN_BEFORE:
-        return ForgottenBefore(time)
-    if kind == DROPPED:
-        return Dropped(time)
-    raise WireError(f"kinds contains {kind}")
-
-
-def _text(name: bytes) -> str:
     try:
-        return name.decode(errors="surrogatepass")
+        requests = [names[run].decode(errors="surrogatepass") for run in name_runs]
     except UnicodeDecodeError:
         raise WireError("names is not UTF-8") from None
+    columns = zip(map(Kind, kinds), times.tolist(), requests, [tokens[run] for run in runs], tags.tolist(), strict=True)
+    return LogEntry(_field(fields, "writer"), [Event(*row) for row in columns])
 
 
-def _ends(fields: Mapping[bytes, bytes], name: str, number: int, total: int) -> np.ndarray:
+def _runs(fields: Mapping[bytes, bytes], name: str, number: int, total: int) -> list[slice]:
+    """Return where each event's part of a column is. Raises WireError if the lengths do not fit."""
     lengths = unpack(_field(fields, name), "u4", name)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    if len(lengths) != number or int(ends[-1]) != total:
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    if len(lengths) != number or ends[-1] != total:
         raise WireError(f"{name} must be {number} lengths with the sum {total}")
-    return ends
+    return [slice(first, end) for first, end in pairwise([0, *ends])]
 
 
 def _field(fields: Mapping[bytes, bytes], name: str) -> bytes:

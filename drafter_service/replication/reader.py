@@ -1,38 +1,26 @@
-"""Read the events that other replicas published, each once and in order, no faster than they are learned.
+"""Read the events that other sidecars published, in order, no faster than they are learned.
 
-Entries are read twice if the answer to a writer was lost, and a replica that was disconnected may publish a request
-after another one has forgotten it. `RecentNames` filters both.
+Entries are read twice if the answer to a writer was lost; the namespace learns a name once. A sidecar that was
+disconnected may publish a request after another one has forgotten it; the namespace does not learn it either.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from drafter_service.replication.events import Dropped, Event, Finished, Forgotten, ForgottenBefore, decode
-from drafter_service.replication.redis_stream import (
-    OLDEST,
-    LogCounters,
-    LogPosition,
-    LogUnavailable,
-    RedisStream,
-    Retry,
-)
+from drafter_service.observability.report.schema import SharedLogReport
+from drafter_service.replication.events import LogEntry, decode
+from drafter_service.replication.redis_stream import OLDEST, LogPosition, LogUnavailable, RedisStream, Retry
 from drafter_service.transport.wire import WireError
-from ssd.corpus.requests import NO_NAME, hash_of
 
 ENTRIES_AT_ONCE = 16
 """Entries per answer of Redis: about one megabyte at the usual size."""
 LAG_INTERVAL_S = 1.0
 """Interval between measurements of the lag."""
-MAX_NAMES = 1 << 16
-"""Number of names that are kept, about 10 MB. Duplicates are at most one outbox apart, some thousand requests."""
 
-TakeEvents = Callable[[list[Event]], Awaitable[None]]
+TakeEntry = Callable[[LogEntry], Awaitable[None]]
 
 
 class Reader:
@@ -41,18 +29,15 @@ class Reader:
     def __init__(
         self,
         stream: RedisStream,
-        recent: RecentNames,
-        counters: LogCounters,
+        counters: SharedLogReport,
         logger: Any,
         *,
-        own: bytes,
         after: LogPosition,
     ) -> None:
-        """Make a reader that skips the entries of the replica named `own`."""
-        self._stream, self._recent, self._counters = stream, recent, counters
+        """Make a reader that does not read yet."""
+        self._stream, self._counters = stream, counters
         self._logger = logger.bind(task="read")
         self._retry = Retry(self._logger, counters)
-        self._own = own
         self.position = after
         """Position of the last entry whose events were passed on. A reader that starts here misses nothing."""
         self._lag_s, self._measured = 0.0, time.monotonic()
@@ -68,10 +53,10 @@ class Reader:
         """Seconds behind the newest entry. They grow while Redis is unavailable or events are being learned."""
         return 0.0 if self._is_current else self._lag_s + time.monotonic() - self._measured
 
-    async def run(self, take: TakeEvents) -> None:
-        """Pass the events of each entry to `take`, one call at a time, until cancelled.
+    async def run(self, take: TakeEntry) -> None:
+        """Pass each entry to `take`, one call at a time, until cancelled.
 
-        Tokens of the events are views of the entry. An exception of `take` ends the reader.
+        Tokens of its events are views of what was read. An exception of `take` ends the reader.
         """
         while True:
             try:
@@ -82,7 +67,7 @@ class Reader:
                 self._record_lag()
                 await self._retry.pause(problem)
 
-    async def _read(self, take: TakeEvents) -> None:
+    async def _read(self, take: TakeEntry) -> None:
         entries = await self._stream.read(self.position, ENTRIES_AT_ONCE, wait=self._is_current)
         self._retry.succeeded()
         if entries:
@@ -94,7 +79,7 @@ class Reader:
             except WireError:
                 malformed += 1
             else:
-                await self._pass_on(entry.writer, entry.events, take)
+                await take(entry)
             self.position = position
         if malformed:
             self._counters.malformed += malformed
@@ -103,15 +88,6 @@ class Reader:
             self._is_current = True
         if entries and time.monotonic() - self._measured > LAG_INTERVAL_S:
             await self._measure_lag()
-
-    async def _pass_on(self, writer: bytes, events: list[Event], take: TakeEvents) -> None:
-        # Own events are recorded, too: other replicas may publish the same requests.
-        new = [event for event in events if self._recent.is_new(event)]
-        if writer == self._own or not new:
-            await asyncio.sleep(0)
-            return
-        await take(new)
-        self._counters.consumed_tokens += sum(len(event.tokens) for event in new if isinstance(event, Finished))
 
     def _record_lag(self) -> None:
         if self._is_current:
@@ -134,53 +110,3 @@ class Reader:
     def _record_gap(self, event: str) -> None:
         self._counters.gaps += 1
         self._logger.warning(event)
-
-
-class RecentNames:
-    """Hashes of the names that were most recently learned and forgotten."""
-
-    def __init__(self, counters: LogCounters, known: Iterable[int] = ()) -> None:
-        """Start with `known`: hashes (`ssd.corpus.requests.hash_of`) of names that have been learned, newest last."""
-        self._counters = counters
-        self._learned: OrderedDict[int, None] = OrderedDict()
-        self._forgotten: OrderedDict[int, float] = OrderedDict()
-        self._before = -math.inf
-        for name in known:
-            self._learn(name)
-
-    def is_new(self, event: Event) -> bool:
-        """Return whether an event that was read is new, and remember it."""
-        match event:
-            case Finished(request=request, time=time):
-                return self._is_new_request(hash_of(request or None), time)
-            case Forgotten(request=request, time=time):
-                name = hash_of(request)
-                self._learned.pop(name, None)
-                self._forgotten[name] = max(time, self._forgotten.pop(name, time))
-                _limit(self._forgotten)
-            case ForgottenBefore(time=time):
-                self._before = max(self._before, time)
-            case Dropped(time=time):
-                self._before = max(self._before, time)
-                self._learned.clear()
-        return True
-
-    def _is_new_request(self, name: int, time: float) -> bool:
-        if time < self._before or time <= self._forgotten.get(name, -math.inf):
-            return False
-        if name in self._learned:
-            self._learned.move_to_end(name)
-            self._counters.duplicates += 1
-            return False
-        self._learn(name)
-        return True
-
-    def _learn(self, name: int) -> None:
-        if name != NO_NAME:
-            self._learned[name] = None
-            _limit(self._learned)
-
-
-def _limit(names: OrderedDict[int, None] | OrderedDict[int, float]) -> None:
-    if len(names) > MAX_NAMES:
-        names.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The Redis Stream of a namespace's log: calls, retries and counters.
+"""The Redis Stream of a namespace's log: calls and retries.
 
 No other module calls Redis. Its errors contain only the type of the problem: errors of redis-py quote the data that was
 sent, which is users' text, and URLs contain passwords.
@@ -11,9 +11,9 @@ import random
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from drafter_service.observability.report.schema import SharedLogReport
 from ssd.errors import UserError, missing_extra
 
 if TYPE_CHECKING:
@@ -185,33 +185,10 @@ async def _redis_call(timeout_s: float) -> AsyncIterator[None]:
         raise LogUnavailable(type(problem).__name__) from None
 
 
-# --- Counters and retries
-
-
-@dataclass
-class LogCounters:
-    """Totals since the start of this replica. Only the event loop writes them."""
-
-    published_tokens: int = 0
-    """Tokens that were written to Redis."""
-    consumed_tokens: int = 0
-    """Tokens of other replicas that were learned."""
-    duplicates: int = 0
-    """Finished requests that had already been learned."""
-    dropped_tokens: int = 0
-    """Tokens that were never published because too many were waiting."""
-    malformed: int = 0
-    """Entries that were skipped."""
-    gaps: int = 0
-    """Times that entries may have been missed: trimmed before they were read, or lost with Redis."""
-    errors: int = 0
-    """Failed attempts to write or read; each was repeated."""
-
-
 class Retry:
     """Retries of one task with exponential pauses. The first failure and the recovery are logged."""
 
-    def __init__(self, logger: Any, counters: LogCounters) -> None:
+    def __init__(self, logger: Any, counters: SharedLogReport) -> None:
         """Start without failures; logger: a structlog logger bound to the task."""
         self._logger, self._counters = logger, counters
         self._failures = 0

@@ -5,125 +5,115 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection
+from functools import partial
 
-import grpc
-
-from drafter_service.auth.callers import AccessControl, AuthorizedCall, Right
+from drafter_service.auth.callers import AuthorizedCall, Right
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
+from drafter_service.observability.report.build import build_report
 from drafter_service.server.namespaces import NamespaceError, Namespaces
-from drafter_service.server.requests import default_namespace, read_model
+from drafter_service.server.naming import KnownNamespace, is_default
+from drafter_service.server.requests import read_model
 from drafter_service.server.shadow import learn
-from drafter_service.server.stream import REFUSALS
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError
 from ssd.corpus.sections import SnapshotError
 
 
 class Admin:
-    """The unary calls. Used by the event loop alone."""
+    """The unary calls of authorized callers. Used by the event loop alone."""
 
     def __init__(
         self,
         namespaces: Namespaces,
-        access: AccessControl,
         facts: Callable[[Collection[str]], ServiceFacts],
     ) -> None:
         """Make the handlers; `facts` returns the facts of the named namespaces."""
         self._namespaces = namespaces
-        self._access = access
         self._facts = facts
 
-    async def observe(self, request: pb.ObserveRequest, context: grpc.aio.ServicerContext) -> pb.ObserveResponse:
+    async def observe(self, request: pb.ObserveRequest, authorized: AuthorizedCall) -> pb.ObserveResponse:
         """Learn from finished text."""
-        async with _call(self._access, context) as authorized:
-            model = read_model(request.model)
-            name = request.namespace or default_namespace(model)
-            authorized.require(Right.LEARN, name)
-            async with self._namespaces.use(name, model) as namespace:
-                response = pb.ObserveResponse()
-                await learn(namespace, request.texts, response)
-                return response
-
-    async def forget(self, request: pb.ForgetRequest, context: grpc.aio.ServicerContext) -> pb.ForgetResponse:
-        """Forget text, wait until no draft can contain it, and save the namespace again."""
-        async with _call(self._access, context) as authorized:
-            authorized.require(Right.ADMIN, request.namespace)
-            what = request.WhichOneof("what")
-            if what is None:
-                raise WireError("nothing to forget is given: use request_id, older_than_s or everything")
-            if what == "older_than_s" and not 0 <= request.older_than_s < math.inf:
-                raise WireError(f"older_than_s is {request.older_than_s}; it is an age in seconds, 0 or more")
-            await self._check_exists(request.namespace)
-            async with self._namespaces.use(request.namespace, ModelIdentity()) as namespace:
-                if what == "request_id":
-                    command = namespace.forget(request.request_id)
-                else:
-                    # Not "until now": text may have been learned while the clock was ahead.
-                    moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
-                    command = namespace.forget_before(moment)
-                await namespace.refresh()
-                store = self._namespaces.store
-                if store is not None:
-                    try:
-                        await self._namespaces.save(namespace)
-                    except SnapshotError as problem:
-                        raise SnapshotError(
-                            f"the text is forgotten in memory, but {problem}; until that is saved again, the text is "
-                            "still on disk"
-                        ) from None
-                return pb.ForgetResponse(
-                    snapshot_saved=store is not None,
-                    texts=command.requests,
-                    set_aside_files=store.set_aside.get(namespace.name, []) if store is not None else [],
-                    is_shared=namespace.log_position is not None,
-                )
-
-    async def report(self, request: pb.ReportRequest, context: grpc.aio.ServicerContext) -> pb.ReportResponse:
-        """Return the statistics of namespaces."""
-        from drafter_service.observability.report.build import build_report
-
-        async with _call(self._access, context) as authorized:
-            names = await self._chosen(authorized, request.namespace, Right.READ)
-            report = await asyncio.to_thread(build_report, self._facts(names))
-            return pb.ReportResponse(json=report.model_dump_json())
-
-    async def snapshot(self, request: pb.SnapshotRequest, context: grpc.aio.ServicerContext) -> pb.SnapshotResponse:
-        """Save namespaces now."""
-        async with _call(self._access, context) as authorized:
-            names = await self._chosen(authorized, request.namespace, Right.ADMIN)
-            response = pb.SnapshotResponse()
-            for name in sorted(names & self._namespaces.loaded.keys()):
-                async with self._namespaces.use(name, ModelIdentity()) as namespace:
-                    _, size, taken = await self._namespaces.save(namespace)
-                    response.saved.add(namespace=name, bytes=size, seconds=taken)
+        model = read_model(request.model)
+        name = request.namespace or self._namespaces.default_of(model, authorized.caller)
+        authorized.require(Right.LEARN, name)
+        async with self._namespaces.use(name, model) as namespace:
+            held = self._namespaces.held(namespace, partial(authorized.caller.may, Right.READ))
+            response = pb.ObserveResponse(namespace=name, held=held)
+            await learn(namespace, request.texts, response)
             return response
 
+    async def forget(self, request: pb.ForgetRequest, authorized: AuthorizedCall) -> pb.ForgetResponse:
+        """Forget text, wait until no draft can contain it, and save the namespace again."""
+        authorized.require(Right.ADMIN, request.namespace)
+        what = request.WhichOneof("what")
+        if what is None:
+            raise WireError("nothing to forget is given: use request_id, older_than_s or everything")
+        if what == "older_than_s" and not 0 <= request.older_than_s < math.inf:
+            raise WireError(f"older_than_s is {request.older_than_s}; it is an age in seconds, 0 or more")
+        await self._check_exists(request.namespace)
+        async with self._namespaces.use(request.namespace, ModelIdentity()) as namespace:
+            if what == "request_id":
+                command = namespace.forget(request.request_id)
+            else:
+                # Not "until now": text may have been learned while the clock was ahead.
+                moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
+                command = namespace.forget_before(moment)
+            await namespace.refresh()
+            store = self._namespaces.store
+            if store is not None:
+                try:
+                    await self._namespaces.save(namespace)
+                except SnapshotError as problem:
+                    raise SnapshotError(
+                        f"the text is forgotten in memory, but {problem}; until that is saved again, the text is "
+                        "still on disk"
+                    ) from None
+            return pb.ForgetResponse(
+                snapshot_saved=store is not None,
+                texts=command.requests,
+                set_aside_files=store.set_aside.get(namespace.name, []) if store is not None else [],
+                is_shared=namespace.log_position is not None,
+            )
+
+    async def report(self, request: pb.ReportRequest, authorized: AuthorizedCall) -> pb.ReportResponse:
+        """Return the statistics of namespaces."""
+        names = await self._chosen(authorized, request.namespace, Right.READ)
+        report = await asyncio.to_thread(build_report, self._facts(names))
+        return pb.ReportResponse(json=report.model_dump_json())
+
+    async def snapshot(self, request: pb.SnapshotRequest, authorized: AuthorizedCall) -> pb.SnapshotResponse:
+        """Save namespaces now."""
+        names = await self._chosen(authorized, request.namespace, Right.ADMIN)
+        response = pb.SnapshotResponse()
+        for name in sorted(names & self._namespaces.loaded.keys()):
+            async with self._namespaces.use(name, ModelIdentity()) as namespace:
+                _, size, taken = await self._namespaces.save(namespace)
+                response.saved.add(namespace=name, bytes=size, seconds=taken)
+        return response
+
     async def list_namespaces(
-        self, _request: pb.ListNamespacesRequest, context: grpc.aio.ServicerContext
+        self, _request: pb.ListNamespacesRequest, authorized: AuthorizedCall
     ) -> pb.ListNamespacesResponse:
         """List the namespaces that the caller may read."""
-        async with _call(self._access, context) as authorized:
-            found = await self._namespaces.names()
-            names = [name for name in found if authorized.caller.may(Right.READ, name)]
-            models = await self._models(names)
-            return pb.ListNamespacesResponse(namespaces=[self._described(name, models.get(name)) for name in names])
+        found = await self._namespaces.names()
+        known, caller = self._namespaces.known(), authorized.caller
+        names = [name for name in found if name in known and caller.may(Right.READ, name)]
+        return pb.ListNamespacesResponse(namespaces=[self._described(name, known[name]) for name in names])
 
     async def drop_namespace(
-        self, request: pb.DropNamespaceRequest, context: grpc.aio.ServicerContext
+        self, request: pb.DropNamespaceRequest, authorized: AuthorizedCall
     ) -> pb.DropNamespaceResponse:
         """Delete a namespace, or only its files that were set aside."""
-        async with _call(self._access, context) as authorized:
-            authorized.require(Right.ADMIN, request.namespace)
-            await self._check_exists(request.namespace)
-            store = self._namespaces.store
-            set_aside = store.set_aside.get(request.namespace, []) if store is not None else []
-            if not request.set_aside_only:
-                await self._namespaces.drop(request.namespace)
-            elif store is not None:
-                set_aside = await self._namespaces.read_store(store.remove_set_aside, request.namespace)
-            return pb.DropNamespaceResponse(set_aside_files=set_aside)
+        authorized.require(Right.ADMIN, request.namespace)
+        await self._check_exists(request.namespace)
+        store = self._namespaces.store
+        set_aside = store.set_aside.get(request.namespace, []) if store is not None else []
+        if not request.set_aside_only:
+            await self._namespaces.drop(request.namespace)
+        elif store is not None:
+            set_aside = await self._namespaces.read_store(store.remove_set_aside, request.namespace)
+        return pb.DropNamespaceResponse(set_aside_files=set_aside)
 
     async def _chosen(self, authorized: AuthorizedCall, namespace: str, right: Right) -> set[str]:
         """Return the namespaces that a request names, or all in memory or with files that were set aside.
@@ -142,39 +132,17 @@ class Admin:
         if not await self._namespaces.exists(name):
             raise NamespaceError(f"there is no namespace {name[:200]!r}")
 
-    async def _models(self, names: Iterable[str]) -> dict[str, ModelIdentity | None]:
-        """Return the models of those namespaces that are on disk; None for unknown ones."""
-        store = self._namespaces.store
-        if store is None:
-            return {}
-        stored = [name for name in names if name not in self._namespaces.loaded]
-        return await self._namespaces.read_store(lambda: {name: store.model(name) for name in stored})
-
-    def _described(self, name: str, model: ModelIdentity | None) -> pb.Namespace:
-        """Return the row of a namespace; model: that of its files, if it is not loaded."""
+    def _described(self, name: str, known: KnownNamespace) -> pb.Namespace:
+        """Return the row of a namespace."""
         namespace, store = self._namespaces.loaded.get(name), self._namespaces.store
-        model = namespace.model if namespace is not None else model
-        message = pb.Namespace(name=name, capacity=self._namespaces.drafting(name).capacity)
+        message = pb.Namespace(name=name, capacity=self._namespaces.drafting(name).capacity, tokens=known.tokens or 0)
+        message.model.CopyFrom(pb.Model(**vars(known.model)))
+        message.is_default = is_default(name, known.model)
         if store is not None:
             message.set_aside_files.extend(store.set_aside.get(name, []))
-        if model is not None:
-            message.model.CopyFrom(pb.Model(**vars(model)))
         if namespace is not None:
             message.is_loaded = True
-            message.tokens = namespace.corpus.tokens
             message.memory_bytes = namespace.memory_bytes
             message.streams = len(namespace.streams)
             message.idle_s = 0.0 if namespace.streams else time.monotonic() - namespace.last_used
         return message
-
-
-@asynccontextmanager
-async def _call(access: AccessControl, context: grpc.aio.ServicerContext) -> AsyncIterator[AuthorizedCall]:
-    """Identify the caller of a call, and end it with the status of an exception raised in the block."""
-    async with access.authorize(context) as authorized:
-        try:
-            yield authorized
-        except SnapshotError as problem:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
-        except tuple(REFUSALS) as refused:
-            await context.abort(REFUSALS[type(refused)], str(refused))

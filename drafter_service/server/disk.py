@@ -1,4 +1,4 @@
-"""What the service does about a disk that fails or does not answer: retries, and calls in threads of their own.
+"""Run each disk call in a thread of its own, so that a disk that does not answer blocks nothing else.
 
 `asyncio.to_thread` has few threads: calls that hang would block all other uses, and the end of the process.
 """
@@ -6,22 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
-from typing import NamedTuple, TypeVar
-
-import structlog
+from typing import TypeVar
 
 from drafter_service.transport.address import NOT_READY
-
-logger = structlog.get_logger(__name__)
-
-FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 10.0
-"""Delay before a namespace is tried again, in seconds: after the first failure, and at most. It doubles each time."""
-MAX_FAILURES = 1024
-"""Number of namespaces whose failures are remembered."""
 
 
 class LoadError(RuntimeError):
@@ -29,47 +19,6 @@ class LoadError(RuntimeError):
 
     def __init__(self, what: str, problem: object) -> None:
         super().__init__(f"{NOT_READY}{what} cannot be loaded now: {problem}")
-
-
-class Failure(NamedTuple):
-    """The last failure to load a namespace."""
-
-    reason: str
-    retry_at: float
-    """Time of the clock before which the namespace is not tried again."""
-    interval_s: float
-
-
-class Retries:
-    """The failures by namespace."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.failed = 0
-        """Number of failures so far."""
-        self._clock = clock
-        self._failures: dict[str, Failure] = {}
-
-    def check(self, name: str) -> None:
-        """Raise LoadError, with the reason of the last failure, if it is too early to try again."""
-        failure = self._failures.get(name)
-        if failure is not None and (left_s := failure.retry_at - self._clock()) > 0:
-            raise LoadError(f"namespace {name!r}", f"{failure.reason}; it is tried again in {left_s:.1f} s")
-
-    def add(self, name: str, problem: BaseException) -> LoadError:
-        """Record a failure; return the error for the callers."""
-        reason = str(problem) or type(problem).__name__
-        last = self._failures.pop(name, None)
-        interval_s = min(LONGEST_RETRY_S, 2 * last.interval_s) if last else FIRST_RETRY_S
-        self._failures[name] = Failure(reason, self._clock() + interval_s, interval_s)
-        if len(self._failures) > MAX_FAILURES:
-            del self._failures[next(iter(self._failures))]
-        self.failed += 1
-        logger.error("namespace not loaded", namespace=name, reason=reason, tried_again_in_s=interval_s)
-        return LoadError(f"namespace {name!r}", reason)
-
-    def forget(self, name: str) -> None:
-        """Remove the failures of a namespace that was loaded or dropped."""
-        self._failures.pop(name, None)
 
 
 MAX_THREADS = 64

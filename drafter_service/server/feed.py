@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
+
+import structlog
 
 from drafter_service.server.disk import in_thread
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.sections import SnapshotError
+
+logger = structlog.get_logger(__name__)
 
 KEPT_TOKENS = 1 << 20
 """Number of tokens of the newest changes that are kept for clients whose connection breaks; others take a snapshot."""
@@ -30,6 +37,26 @@ SIGN_OF_LIFE_S = 2.0
 """Seconds after which a response without changes is sent."""
 
 
+class UnwrittenError(RuntimeError):
+    """A snapshot cannot be written now."""
+
+
+@dataclass(eq=False)
+class CopyStream:
+    """The state of a stream to a client that drafts from a copy."""
+
+    namespace: str
+    copy: str
+    """The value of `Feed.copy` when the client got its copy; "" if it has none."""
+    position: int
+    """Number of changes that were sent to it."""
+    max_tokens: int
+    """Largest number of tokens of the copy."""
+    engine: str
+    libraries: list[str]
+    """Libraries of the namespace that the client may read."""
+
+
 class Feed:
     """The newest changes of a namespace, numbered in order. Used by the event loop alone."""
 
@@ -42,9 +69,11 @@ class Feed:
         self._changes: deque[pb.Change] = deque()
         self._tokens = 0
         self._is_new = asyncio.Event()
-        self._saving = asyncio.Lock()
-        self._snapshots = 0
-        """Number of snapshots that are being sent."""
+        self._savings: dict[int, Saving] = {}
+        """The newest snapshots that are being written or sent, by their largest number of tokens."""
+        self._sending = 0
+        """Number of streams that send a snapshot, or wait for one."""
+        self._writing = asyncio.Lock()
 
     @property
     def end(self) -> int:
@@ -55,7 +84,7 @@ class Feed:
         """Add a change."""
         self._changes.append(change)
         self._tokens += _size(change)
-        factor = KEPT_MORE if self._snapshots else 1
+        factor = KEPT_MORE if self._sending else 1
         while self._tokens > factor * KEPT_TOKENS or len(self._changes) > factor * KEPT_CHANGES:
             self._tokens -= _size(self._changes.popleft())
             self._first += 1
@@ -80,63 +109,101 @@ class Feed:
             async with asyncio.timeout(timeout_s):
                 await self._is_new.wait()
 
-    async def responses(
-        self, namespace: str, corpus: Corpus, copy: str, position: int
-    ) -> AsyncGenerator[pb.FollowResponse, None]:
-        """Yield responses without end to a client that has a copy up to a position. Raises SnapshotError.
+    async def responses(self, corpus: Corpus, stream: CopyStream) -> AsyncGenerator[pb.FollowResponse, None]:
+        """Yield responses without end to a client that has a copy up to a position. Raises UnwrittenError.
 
-        namespace: its name. copy: the value of `copy` at the time; if it is another, the client gets a snapshot first.
+        stream: with the client's position, which is updated.
         """
         began = self._clock()
-        changes = self.since(position) if copy == self.copy else None
-        response = pb.FollowResponse(namespace=namespace, copy=self.copy)
+        changes = self.since(stream.position) if stream.copy == self.copy else None
+        response = pb.FollowResponse(namespace=stream.namespace, copy=self.copy, libraries=stream.libraries)
         while True:
             if changes is None:
-                # What is learned while the snapshot is written may be in it, and is sent after it.
-                position = self.end
-                async for part, is_last in self._snapshot(corpus):
-                    response.snapshot = part
-                    if is_last:
-                        response.position = position
-                    yield response
-                    response = pb.FollowResponse()
+                async with aclosing(self._snapshot(corpus, stream.max_tokens)) as parts:
+                    async for part, position in parts:
+                        response.snapshot = part
+                        if position is not None:
+                            response.position = stream.position = position
+                            stream.copy = self.copy
+                        yield response
+                        response = pb.FollowResponse()
+                response.position = stream.position
             elif changes or response.copy:
-                position += len(changes)
+                stream.position += len(changes)
                 response.changes.extend(changes)
-                response.position = position
+                response.position = stream.position
             else:
                 await self.wait(SIGN_OF_LIFE_S)
-                response.position = position
+                response.position = stream.position
             if response.HasField("position"):
-                response.is_current, response.seconds = position == self.end, self._clock() - began
+                response.is_current, response.seconds = stream.position == self.end, self._clock() - began
                 yield response
-            response, changes = pb.FollowResponse(), self.since(position)
+            response, changes = pb.FollowResponse(), self.since(stream.position)
 
-    async def _snapshot(self, corpus: Corpus) -> AsyncGenerator[tuple[bytes, bool], None]:
-        """Yield the parts of a new snapshot, and whether each is the last one; before them, b"" as a sign of life."""
-        self._snapshots += 1
+    async def _snapshot(self, corpus: Corpus, max_tokens: int) -> AsyncGenerator[tuple[bytes, int | None], None]:
+        """Yield the parts of a snapshot, with the last one its position; before them, b"" as a sign of life.
+
+        Clients of the same limit that wait at the same time get the same snapshot.
+        """
+        saving = self._savings.get(max_tokens)
+        if saving is None or saving.written.done():
+            # What is learned while the snapshot is written may be in it, and is sent after it.
+            saving = self._savings[max_tokens] = Saving(self.end)
+            saving.written = asyncio.ensure_future(self._write(corpus, max_tokens, saving))
+        saving.readers += 1
+        self._sending += 1
         try:
+            while not saving.written.done():
+                await asyncio.wait([saving.written], timeout=SIGN_OF_LIFE_S)
+                if not saving.written.done():
+                    yield b"", None
+            file = saving.written.result()
+            last = os.fstat(file.fileno()).st_size - PART_BYTES
+            for first in range(0, last + PART_BYTES, PART_BYTES):
+                part = await in_thread(os.pread, file.fileno(), PART_BYTES, first)
+                yield part, saving.position if first >= last else None
+        except (SnapshotError, OSError, MemoryError, RuntimeError) as problem:
+            logger.error("copy not sent", reason=str(problem) or type(problem).__name__)
+            raise UnwrittenError("the service cannot write a snapshot now") from None
+        finally:
+            self._sending -= 1
+            saving.readers -= 1
+            if not saving.readers:
+                saving.written.add_done_callback(_close)
+                if self._savings.get(max_tokens) is saving:
+                    del self._savings[max_tokens]
+
+    async def _write(self, corpus: Corpus, max_tokens: int, saving: Saving) -> IO[bytes]:
+        """Return a file with a new snapshot and without a name. One is written at a time, since each takes the time and
+        the room of a save. Raises SnapshotError if nobody waits for it any more.
+        """
+
+        def write() -> IO[bytes]:
             with tempfile.TemporaryDirectory(prefix="ssd-", ignore_cleanup_errors=True) as folder:
                 path = Path(folder) / "corpus.ssd"
-                saving = asyncio.ensure_future(self._save(corpus, path))
-                while not saving.done():
-                    await asyncio.wait([saving], timeout=SIGN_OF_LIFE_S)
-                    if not saving.done():
-                        yield b"", False
-                size = saving.result()
-                with path.open("rb") as file:
-                    path.unlink()
-                    for first in range(0, size, PART_BYTES):
-                        yield await asyncio.to_thread(file.read, PART_BYTES), first + PART_BYTES >= size
-        finally:
-            self._snapshots -= 1
+                snapshot.save(corpus, path, max_tokens=max_tokens)
+                return path.open("rb")
 
-    async def _save(self, corpus: Corpus, path: Path) -> int:
-        """Save a corpus; one at a time, since each takes the time and the room of a save. Callers may be cancelled."""
-        async with self._saving:
-            if not path.parent.exists():
-                raise SnapshotError("nobody waits for it any more")
-            return await in_thread(snapshot.save, corpus, path)
+        async with self._writing:
+            if not saving.readers:
+                raise SnapshotError("nobody waits for the snapshot any more")
+            return await in_thread(write)
+
+
+@dataclass(eq=False)
+class Saving:
+    """A snapshot that is being written or sent."""
+
+    position: int
+    """Number of the changes that it contains for certain."""
+    readers: int = 0
+    """Number of streams that send it, or wait for it."""
+    written: asyncio.Future[IO[bytes]] = field(init=False)
+
+
+def _close(written: asyncio.Future[IO[bytes]]) -> None:
+    if not written.cancelled() and written.exception() is None:
+        written.result().close()
 
 
 def _size(change: pb.Change) -> int:

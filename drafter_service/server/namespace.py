@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -23,9 +25,9 @@ from drafter_service.observability.facts import (
     NamespaceFacts,
     ShadowUse,
 )
-from drafter_service.observability.report.schema import ClientTotals, CorpusReport
-from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
-from drafter_service.server.feed import Feed
+from drafter_service.observability.report.schema import ClientTotals, CopyReport, CorpusReport
+from drafter_service.replication.events import Event, Kind
+from drafter_service.server.feed import CopyStream, Feed
 from drafter_service.server.store import Description
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
@@ -42,6 +44,8 @@ from ssd.corpus.rollout import NO_TAG
 from ssd.drafter import SuffixDrafter
 from ssd.stats import Stats
 
+MAX_FORGOTTEN = 1 << 16
+"""Maximum number of names of which it is known when they were forgotten; 13 MB."""
 MAX_NAMES = 1 << 17
 """Maximum number of remembered request names, so that no request is learned twice; 16 MB."""
 
@@ -63,14 +67,25 @@ class ClosedError(RuntimeError):
     """The namespace was unloaded."""
 
 
+class Forgotten(NamedTuple):
+    """When a name was forgotten."""
+
+    told_at: float
+    """When this or another sidecar was told to, in seconds since 1970."""
+    here_at: float
+    """When it was forgotten here, by `time.monotonic`."""
+
+
 @dataclass(eq=False)
 class StreamHandle:
-    """Handle of one engine's stream, by which it can be ended."""
+    """Handle of one engine's stream, by which it can be ended. Made by the task that serves it."""
 
-    task: asyncio.Task[object]
+    task: asyncio.Task[object] = field(default_factory=lambda: cast("asyncio.Task[object]", asyncio.current_task()))
     is_sending: bool = False
     """Whether gRPC is sending a response: a stream that is cancelled meanwhile ends without a status, and hangs."""
     is_over: bool = False
+    namespace: Namespace | None = None
+    """The namespace that it uses; None before the handshake."""
 
     def end(self) -> None:
         """End the stream, after the response in progress."""
@@ -121,8 +136,8 @@ class Namespace:
         self._ended = BudgetTotals()
         """Totals of the token budgets of streams and calls that have ended."""
         self.streams: set[StreamHandle] = set()
-        self.followers: set[StreamHandle] = set()
-        """Streams to clients that draft from a copy."""
+        self.followers: dict[StreamHandle, CopyStream] = {}
+        """Streams to clients that draft from a copy, by their handles."""
         self.active_calls = 0
         """Number of calls in progress that use the namespace."""
         self.is_closed = False
@@ -135,9 +150,13 @@ class Namespace:
         self.feed = Feed()
         """Changes for clients that draft from a copy."""
         self.publish: Callable[[Event], None] = lambda _: None
-        """Function that writes an event of this replica to the shared log."""
+        """Function that writes an event to the shared log."""
         self._learned = corpus.request_times()
         """Hashes of names, with the times when they were learned."""
+        self._forgotten: dict[int, Forgotten] = {}
+        """The names that were forgotten last, by their hashes."""
+        self._forgotten_before = -math.inf
+        """Time before which everything was forgotten, in seconds since 1970."""
         # Texts that cannot wait have the other half of what the corpus allows.
         self._max_waiting = min(max_waiting, corpus.max_waiting // 2)
         self._profile = profile
@@ -151,6 +170,7 @@ class Namespace:
         return Description(
             name=self.name,
             model=self.model,
+            tokens=self.corpus.tokens,
             clients=self.clients.model_copy(),
             duplicates=self.duplicates,
             log_position=self.log_position() if self.log_position else self.restored_position,
@@ -174,7 +194,7 @@ class Namespace:
     def check_identity(self, model: ModelIdentity) -> None:
         """Raise IdentityError if token ids of a model have other meanings."""
         own = self.model
-        if own.tokenizer and model.tokenizer and own.tokenizer != model.tokenizer:
+        if own.tokenizer and model.tokenizer and not own.has_tokenizer_of(model):
             raise IdentityError(f"namespace {self.name!r} belongs to another tokenizer; choose another namespace")
         if own.vocab_size and model.vocab_size and own.vocab_size != model.vocab_size:
             raise IdentityError(
@@ -185,13 +205,7 @@ class Namespace:
     def adopt(self, model: ModelIdentity) -> None:
         """Complete the model's identity with a client's. Raises IdentityError if they contradict each other."""
         self.check_identity(model)
-        own = self.model
-        self.model = ModelIdentity(
-            own.name or model.name,
-            own.tokenizer or model.tokenizer,
-            own.adapter or model.adapter,
-            own.vocab_size or model.vocab_size,
-        )
+        self.model = ModelIdentity(**{name: value or getattr(model, name) for name, value in vars(self.model).items()})
         self.last_used = time.monotonic()
 
     @property
@@ -242,6 +256,11 @@ class Namespace:
         """Return whether a text of this name was learned; False for None."""
         return request_id is not None and hash_of(request_id) in self._learned
 
+    def was_forgotten(self, request_id: str, age_s: float) -> bool:
+        """Return whether a name was forgotten in the last `age_s` seconds."""
+        forgotten = self._forgotten.get(hash_of(request_id))
+        return forgotten is not None and forgotten.here_at >= time.monotonic() - age_s
+
     def learn(
         self,
         tokens: np.ndarray,
@@ -254,11 +273,15 @@ class Namespace:
         """Learn a finished text, uint32 [n]; return False if its name was learned before, or it is dropped.
 
         tag: that of a rollout, see `Rollout.tag`. finished_at: time, in seconds since 1970, from which its age counts;
-        None: now. is_from_log: whether it was read from the shared log, so that it is not written there.
+        None: now. is_from_log: whether it was read from the shared log, so that it is not written there, nor counted if
+        it was learned before, and not learned if it finished before it was forgotten: what forgets it may have been
+        written first.
         """
         finished_at = self.corpus.clock() if finished_at is None else finished_at
+        if is_from_log and self._is_covered(request_id, finished_at):
+            return False
         if self.has_learned(request_id):
-            self.duplicates += 1
+            self.duplicates += not is_from_log
             return False
         # By its name, clients that draft from a copy and readers of the log tell a text that they get twice from two
         # equal texts.
@@ -273,8 +296,19 @@ class Namespace:
             text = pb.FinishedText(tokens=pack(tokens, "u4"), request_id=name, time=finished_at, tag=tag)
             self.feed.add(pb.Change(finished=text))
         if not is_from_log:
-            self.publish(Finished(name, tokens, finished_at, tag))
+            self.publish(Event(Kind.FINISHED, finished_at, name, tokens, tag))
         return is_learned
+
+    def has_forgotten(self, event: Event) -> bool:
+        """Return whether an event that forgets text has already been applied here."""
+        if event.kind is Kind.FORGOTTEN:
+            return self._is_covered(event.request, event.time)
+        return event.time <= self._forgotten_before
+
+    def _is_covered(self, request_id: str | None, finished_at: float) -> bool:
+        """Return whether a text that finished at a time has been forgotten since."""
+        forgotten = self._forgotten.get(hash_of(request_id))
+        return finished_at < self._forgotten_before or (forgotten is not None and finished_at <= forgotten.told_at)
 
     async def wait_for_room(self) -> None:
         """Return once at most `max_waiting` learned tokens, or half of what the corpus allows, are not draftable yet.
@@ -296,16 +330,22 @@ class Namespace:
         """Return once no draft can contain forgotten text."""
         await asyncio.to_thread(self.corpus.refresh)
 
-    def learned_names(self) -> list[int]:
-        """Return the hashes of the most recently learned names, the newest last."""
-        return list(self._learned)
+    def forget(self, request_id: str, *, logged_at: float | None = None) -> Forget:
+        """Forget the text of a name, including that of running sequences; effective, and counted, after `refresh`.
 
-    def forget(self, request_id: str, *, is_from_log: bool = False) -> Forget:
-        """Forget the text of a name, including that of running sequences; effective, and counted, after `refresh`."""
+        logged_at: when another sidecar was told to, in seconds since 1970, if that was read from the shared log, so
+        that it is not written there; None: this one is told to, now.
+        """
         self.feed.add(pb.Change(forgotten=request_id))
-        if not is_from_log:
-            self.publish(Forgotten(request_id, time.time()))
-        self._learned.pop(hash_of(request_id), None)
+        told_at, name = self.corpus.clock() if logged_at is None else logged_at, hash_of(request_id)
+        if logged_at is None:
+            self.publish(Event(Kind.FORGOTTEN, told_at, request_id))
+        self._learned.pop(name, None)
+        before = self._forgotten.pop(name, None)
+        told_at = told_at if before is None else max(told_at, before.told_at)
+        self._forgotten[name] = Forgotten(told_at, time.monotonic())
+        if len(self._forgotten) > MAX_FORGOTTEN:
+            del self._forgotten[next(iter(self._forgotten))]
         running = sum(drafter.forget_own(request_id) for drafter in self.drafters)
         command = self.corpus.forget(request_id)
         command.requests += running
@@ -314,8 +354,10 @@ class Namespace:
     def forget_before(self, moment: float, *, is_from_log: bool = False) -> Forget:
         """Forget text learned before a time, in seconds since 1970, as `forget`."""
         self.feed.add(pb.Change(forgotten_before=moment))
+        told = min(moment, self.corpus.clock())
         if not is_from_log:
-            self.publish(ForgottenBefore(min(moment, self.corpus.clock())))
+            self.publish(Event(Kind.FORGOTTEN_BEFORE, told))
+        self._forgotten_before = max(self._forgotten_before, told)
         self._learned = {name: time for name, time in self._learned.items() if time >= moment}
         for drafter in self.drafters:
             drafter.end_sessions_before(moment)
@@ -380,6 +422,7 @@ class Namespace:
                 live_gaps=times.live_gaps,
             ),
             memory_bytes=self.memory_bytes,
+            copies=tuple(self._copies()),
             libraries=tuple(self.libraries),
             streams=len(self.streams),
             sequences=self.sequences,
@@ -391,6 +434,14 @@ class Namespace:
             uses=dict(self.engines.uses),
             budget=self.budget_totals,
         )
+
+    def _copies(self) -> Iterator[CopyReport]:
+        for stream in self.followers.values():
+            yield CopyReport(
+                engine=stream.engine,
+                tokens=min(self.corpus.tokens, stream.max_tokens),
+                missing_changes=self.feed.end - (stream.position if stream.copy == self.feed.copy else 0),
+            )
 
     def close(self) -> None:
         """Drop all running sequences. The caller closes the corpus afterwards, in a thread that may block."""

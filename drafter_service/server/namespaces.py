@@ -13,12 +13,15 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from drafter_service.auth.callers import Caller, Right
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.replication.events import Dropped
-from drafter_service.server.disk import DiskThreads, LoadError, Retries, finished
+from drafter_service.replication.events import Event, Kind
+from drafter_service.server.disk import DiskThreads, LoadError, finished
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace
+from drafter_service.server.naming import KnownNamespace, find_default, find_other
 from drafter_service.server.store import NAME, Description, Store, Stored
 from drafter_service.settings.tree import ServiceConfig
+from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -101,7 +104,7 @@ class Namespaces:
         self._loads: dict[str, asyncio.Task[Namespace]] = {}
         self._next_saves: dict[Namespace, asyncio.Task[Saved]] = {}
         """Saves that have not begun to read the namespace."""
-        self.retries = Retries()
+        self.failed_loads = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         """Tasks that go on if their callers are cancelled, because threads cannot be cancelled."""
 
@@ -109,6 +112,35 @@ class Namespaces:
         """Return the names of all namespaces, including those on disk. Raises LoadError."""
         stored = await self.read_store(self.store.names) if self.store else []
         return sorted({*self.loaded, *stored})
+
+    def known(self) -> dict[str, KnownNamespace]:
+        """Return what is known of all namespaces, without access to the disk."""
+        stored = self.store.known if self.store else {}
+        return {
+            **stored,
+            **{name: KnownNamespace(each.model, each.corpus.tokens) for name, each in self.loaded.items()},
+        }
+
+    def default_of(self, model: ModelIdentity, caller: Caller) -> str:
+        """Return the name of the default namespace of a model for a caller, see `find_default`.
+
+        It is the same one for all kinds of calls, so that text is learned where engines of that caller draft.
+        """
+
+        def may_use(name: str) -> bool:
+            return caller.may(Right.READ, name) or caller.may(Right.LEARN, name)
+
+        settings = self._config.namespaces
+        return find_default(model, self.known(), may_use, {*settings.configured, *settings.reads})
+
+    def held(self, namespace: Namespace, may_read: Callable[[str], bool]) -> pb.Held:
+        """Return how much a namespace remembers, and what else a caller may read if that is nothing."""
+        message = pb.Held(tokens=namespace.corpus.tokens)
+        if not message.tokens and namespace.name not in self._reads:
+            known = self.known()
+            message.other = find_other(namespace.name, namespace.model, known, may_read)
+            message.other_tokens = (known[message.other].tokens or 0) if message.other else 0
+        return message
 
     async def exists(self, name: str) -> bool:
         """Return whether a namespace is loaded or on disk. Raises LoadError."""
@@ -262,9 +294,9 @@ class Namespaces:
                 raise SnapshotError(
                     f"files of namespace {name!r} are being read or written, so nothing was deleted; try again"
                 ) from None
-            # An empty one, if it is not loaded, so that replicas are told.
+            # An empty one, if it is not loaded, so that other sidecars are told.
             namespace = self.loaded.get(name) or self._opened(name, ModelIdentity(), Stored(None, None))
-            namespace.publish(Dropped(time.time()))
+            namespace.publish(Event(Kind.DROPPED, time.time()))
             for stream in [*namespace.streams, *namespace.followers]:
                 stream.end()
             await self._unload(namespace)
@@ -273,7 +305,6 @@ class Namespaces:
                     await self._disk.run(self.store.delete, name)
                 except (OSError, RuntimeError) as problem:
                     raise SnapshotError(f"files of namespace {name!r} cannot be deleted: {problem}") from None
-            self.retries.forget(name)
             return True
 
     async def close(self) -> None:
@@ -291,7 +322,6 @@ class Namespaces:
 
     async def _load_once(self, name: str, model: ModelIdentity) -> None:
         """Load a namespace, or wait for the load in progress, which goes on if this caller is cancelled."""
-        self.retries.check(name)
         loading = self._loads.get(name)
         if loading is None:
             loading = self._loads[name] = self._start(self._load(name, model))
@@ -302,9 +332,7 @@ class Namespaces:
             await finished(loading, limit_s, late)
         except LoadError as problem:
             if problem is late:
-                # Without a delay, because the load goes on, and the next caller waits for it.
-                self.retries.failed += 1
-                logger.error("namespace not loaded", namespace=name, reason=str(problem))
+                self._record_failure(name, str(problem))
             raise
 
     async def _load(self, name: str, model: ModelIdentity) -> Namespace:
@@ -329,10 +357,16 @@ class Namespaces:
             except (NamespaceError, MemoryLimitError):
                 raise
             except (OSError, MemoryError, RuntimeError, SnapshotError) as problem:
-                raise self.retries.add(name, problem) from None
+                reason = str(problem) or type(problem).__name__
+                self._record_failure(name, reason)
+                raise LoadError(f"namespace {name!r}", reason) from None
             is_restored = stored.loaded is not None
             logger.info("namespace loaded", namespace=name, tokens=namespace.corpus.tokens, restored=is_restored)
             return namespace
+
+    def _record_failure(self, name: str, reason: str) -> None:
+        self.failed_loads += 1
+        logger.error("namespace not loaded", namespace=name, reason=reason)
 
     def _opened(self, name: str, model: ModelIdentity, stored: Stored) -> Namespace:
         """Return a new namespace with its stored parts, after adding it to those that are loaded."""
@@ -352,7 +386,6 @@ class Namespaces:
         if loaded is None:
             # Without its corpus the namespace has to read the whole log.
             namespace.restored_position = None
-        self.retries.forget(name)
         self.loaded[name] = namespace
         namespace.record_sample(time.time())
         self._on_loaded(namespace)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,15 +21,13 @@ from drafter_service.transport.wire import (
 )
 from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES, Padding
 from ssd.corpus.rollout import NO_TAG, Rollout
-from ssd.stats import HITS, Stats
+from ssd.stats import Stats
 
 MIN_FIELD_BYTES = 2
 MAX_CLIENT_NAME = 80
 """Maximum length of the name of a client in reports, in characters; longer ones are cut."""
 MAX_COUNTED = 1 << 40
 """Largest count of draft tokens in a request."""
-MAX_READABLE = 64
-"""Maximum number of characters of a model's name in the name of its namespace."""
 # Wire types of Protocol Buffers.
 VARINT, LENGTH_PREFIXED = 0, 2
 FIXED_BYTES = {1: 8, 5: 4}
@@ -58,6 +54,8 @@ class StartedSequence:
     """None if it is no rollout."""
     seed: int | None
     """None if the target is greedy, or its noise is not known."""
+    age_s: float
+    """Seconds since it began."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +127,7 @@ def read_start(message: pb.Start, index: int, vocab_size: int = 0) -> StartedSeq
         message.shadow,
         _read_rollout(message.rollout, f"{field}.rollout") if message.HasField("rollout") else None,
         message.seed if message.HasField("seed") else None,
+        message.age_s,
     )
 
 
@@ -152,7 +151,8 @@ def read_finish(message: pb.Finish, index: int, vocab_size: int = 0) -> Finished
 def read_draft_counts(message: pb.DraftCounts) -> Stats:
     """Return counts of draft tokens. Raises WireError for counts of another number, or below 0."""
     stats = Stats()
-    stats.counters.steps[HITS] = min(message.hits, MAX_COUNTED)
+    counted = message.unlearned_steps, message.unlearned_tokens, message.hits
+    stats.counters.steps[:] = np.minimum(np.array(counted, np.uint64), MAX_COUNTED)
     for name, own in stats.counters._asdict().items():
         if name == "steps":
             continue
@@ -170,6 +170,8 @@ def read_model(message: pb.Model) -> ModelIdentity:
         _read_name(message.tokenizer, "model.tokenizer") or "",
         _read_name(message.adapter, "model.adapter") or "",
         message.vocab_size,
+        _read_name(message.vocabulary, "model.vocabulary") or "",
+        _read_name(message.configuration, "model.configuration") or "",
     )
 
 
@@ -196,18 +198,6 @@ def _read_shapes(data: bytes, field: str, most: int) -> tuple[int, ...]:
     return tuple(shapes)
 
 
-def default_namespace(model: ModelIdentity) -> str:
-    """Return the default namespace of a model: readable, and unique per model, tokenizer and adapter.
-
-    It is "default" for an empty identity.
-    """
-    if not (model.name or model.tokenizer or model.adapter):
-        return "default"
-    digest = hashlib.sha256("\0".join((model.name, model.tokenizer, model.adapter)).encode()).hexdigest()[:12]
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", model.name.rstrip("/").rpartition("/")[2])[:MAX_READABLE].strip(".-")
-    return f"{readable or 'model'}-{digest}"
-
-
 def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     """Return texts. Raises WireError for inconsistent arrays, and for token ids outside the vocabulary."""
     tokens = unpack_tokens(message.tokens, "texts.tokens", vocab_size)
@@ -217,50 +207,27 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     if message.request_ids and len(message.request_ids) != texts:
         raise WireError(f"texts.request_ids has {len(message.request_ids)} elements, not {texts}")
     names = [_read_name(name, f"texts.request_ids[{index}]") for index, name in enumerate(message.request_ids)]
-    return Texts(
-        tokens,
-        offsets,
-        names or [None] * texts,
-        _read_prompt_lengths(message.prompt_lengths, offsets),
-        _read_times(message.times, texts),
-        _read_tags(message.tags, texts),
-    )
-
-
-def _read_times(data: bytes, texts: int) -> list[float | None]:
-    if not data:
-        return [None] * texts
-    times, now = _read_column(data, "f8", "times", texts).tolist(), time.time()
-    return [moment if moment < now else None for moment in times]  # NaN is not less.
-
-
-def _read_tags(data: bytes, texts: int) -> list[int]:
-    if not data:
-        return [NO_TAG] * texts
-    tags: list[int] = _read_column(data, "u4", "tags", texts).tolist()
+    lengths = _read_column(message.prompt_lengths, "u4", "prompt_lengths", texts)
+    for index, (length, size) in enumerate(zip(lengths or (), np.diff(offsets).tolist(), strict=False)):
+        if length > size:
+            raise WireError(f"texts.prompt_lengths[{index}] is {length}; the text has {size} tokens")
+    now = time.time()
+    times = _read_column(message.times, "f8", "times", texts) or [now] * texts
+    tags = _read_column(message.tags, "u4", "tags", texts) or [NO_TAG] * texts
     if max(tags, default=0) >> 16:
         raise WireError(f"texts.tags holds {max(tags)}; a tag has 16 bits")
-    return tags
+    # The comparison is false for NaN, which becomes None.
+    return Texts(tokens, offsets, names or [None] * texts, lengths, [at if at < now else None for at in times], tags)
 
 
-def _read_column(data: bytes, dtype: Literal["f8", "u4"], name: str, texts: int) -> np.ndarray:
-    """Return the elements of all texts. Raises WireError for another number."""
+def _read_column(data: bytes, dtype: Literal["f8", "u4"], name: str, texts: int) -> list[Any] | None:
+    """Return the elements of all texts, None if they are not given. Raises WireError for another number."""
+    if not data:
+        return None
     column = unpack(data, dtype, f"texts.{name}")
     if len(column) != texts:
         raise WireError(f"texts.{name} has {len(column)} elements, not {texts}")
-    return column
-
-
-def _read_prompt_lengths(data: bytes, offsets: np.ndarray) -> list[int] | None:
-    """Return the prompt length of each text, None if they are not given. Raises WireError."""
-    if not data:
-        return None
-    texts = np.diff(offsets)
-    lengths = _read_column(data, "u4", "prompt_lengths", len(texts))
-    if (longer := lengths > texts).any():
-        index = int(longer.argmax())
-        raise WireError(f"texts.prompt_lengths[{index}] is {lengths[index]}; the text has {texts[index]} tokens")
-    return list(lengths.tolist())
+    return list(column.tolist())
 
 
 def _read_name(text: str, field: str) -> str | None:

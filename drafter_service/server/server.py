@@ -10,19 +10,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import ExitStack
-from typing import Any
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
 
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.metrics import MetricsEndpoint, facts_from_loop
 from drafter_service.observability.process import own_version, resident_bytes
-from drafter_service.replication.replicas import Replication
+from drafter_service.replication.replicated import Replication
 from drafter_service.server.admin import Admin
+from drafter_service.server.calls import unary_method
 from drafter_service.server.disk import LoadError
-from drafter_service.server.following import FollowStreams
+from drafter_service.server.following import FollowStreams, follow_method
 from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
@@ -32,7 +31,6 @@ from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.errors import UserError
 
-PACKAGE = pb.DESCRIPTOR.package
 GRACE_S = 2.0
 """Time for the last responses when the server stops."""
 
@@ -45,6 +43,7 @@ class DrafterServer:
         self._config = config
         self._listener = listener
         self._started_at = time.time()
+        self._version = own_version()
         self._replication = Replication(config.log)
         self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_unload=self._replication.remove)
         self._streams = DraftStreams(self.namespaces, listener.access, config.limits)
@@ -52,7 +51,7 @@ class DrafterServer:
         self._locks = ExitStack()
         """The lock of the snapshot folder."""
         self._step_socket = StepSocket(self._streams, config.limits.streams)
-        self._admin = Admin(self.namespaces, listener.access, self.facts)
+        self._admin = Admin(self.namespaces, self.facts)
         self._housekeeping = Housekeeping(self.namespaces, config)
         self._metrics: MetricsEndpoint | None = None
         self.summary = ""
@@ -83,8 +82,7 @@ class DrafterServer:
         self._housekeeping.start()
         steps, access = self._listener.address.steps, self._config.access
         if steps is not None and not access.has_tls:
-            self._step_socket.bind(steps, access.socket_permissions)
-        await self._step_socket.start()
+            await self._step_socket.start(steps, access.socket_permissions)
         if self._config.reports.metrics is not None:
             facts = facts_from_loop(asyncio.get_running_loop(), self.facts)
             self._metrics = MetricsEndpoint(facts, self._config.reports.metrics)
@@ -94,8 +92,8 @@ class DrafterServer:
     async def stop(self) -> None:
         """Fail health checks, end every stream after the request in progress, save, and release all resources."""
         await self._listener.refuse()
-        self._streams.stop()
-        self._followers.stop()
+        self._streams.all.stop()
+        self._followers.all.stop()
         await asyncio.gather(self._listener.stop(GRACE_S), self._step_socket.stop(GRACE_S))
         await self._housekeeping.stop()
         if self._metrics is not None:
@@ -114,14 +112,14 @@ class DrafterServer:
         store = self.namespaces.store
         set_aside = store.set_aside if store is not None else {}
         return ServiceFacts(
-            version=own_version(),
+            version=self._version,
             started_at=self._started_at,
             now=time.time(),
             memory_bytes=resident_bytes(),
             namespaces=tuple(namespace.facts() for namespace in chosen),
-            refused=self._streams.refused,
+            refused=self._streams.all.refused + self._followers.all.refused,
             failed_saves=self.namespaces.failed_saves,
-            failed_loads=self.namespaces.retries.failed,
+            failed_loads=self.namespaces.failed_loads,
             set_aside={name: files for name, files in set_aside.items() if names is None or name in names},
             memory_limit=self._config.namespaces.memory_limit,
             unevictable_bytes=self.namespaces.unevictable_bytes,
@@ -129,7 +127,7 @@ class DrafterServer:
         )
 
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        admin = self._admin
+        admin, access = self._admin, self._listener.access
         unary = {
             "Observe": (admin.observe, pb.ObserveRequest),
             "Forget": (admin.forget, pb.ForgetRequest),
@@ -138,13 +136,8 @@ class DrafterServer:
             "ListNamespaces": (admin.list_namespaces, pb.ListNamespacesRequest),
             "DropNamespace": (admin.drop_namespace, pb.DropNamespaceRequest),
         }
-        # Requests are passed as bytes: gRPC would report one that it cannot parse as an internal error.
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(_parsing(method, request), response_serializer=_serialized)
-            for name, (method, request) in unary.items()
-        }
-        follow = grpc.unary_stream_rpc_method_handler(self._followers.follow, response_serializer=_serialized)
-        return {**handlers, "Draft": draft_method(self._streams), "Follow": follow}
+        handlers = {name: unary_method(access, method, request) for name, (method, request) in unary.items()}
+        return {**handlers, "Draft": draft_method(self._streams), "Follow": follow_method(self._followers)}
 
 
 def _summary(namespaces: Iterable[Namespace]) -> str:
@@ -154,23 +147,6 @@ def _summary(namespaces: Iterable[Namespace]) -> str:
         f"stopped; tokens: {committed:,} committed, {sum(each.verified for each in stats):,} drafted, "
         f"{sum(each.accepted for each in stats):,} accepted, {committed / max(1, steps):.2f} per step"
     )
-
-
-def _parsing(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]], kind: Any) -> Callable[..., Any]:
-    """Wrap a method that takes a message, so that it takes the message's bytes."""
-
-    async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
-        try:
-            request = kind.FromString(data)
-        except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is not a {kind.__name__} of {PACKAGE}")
-        return await method(request, context)
-
-    return call
-
-
-def _serialized(message: Any) -> bytes:
-    return message.SerializeToString()
 
 
 logger = structlog.get_logger(__name__)

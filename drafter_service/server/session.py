@@ -230,14 +230,16 @@ class Session:
         if start.shadow:
             self._shadow = self._shadow or self._new_shadow()
             self._withheld.add(sequence_id)
-        self._drafter_of(sequence_id).begin(
+        name = start.request_id
+        was_forgotten = name is not None and self.namespace.was_forgotten(name, start.age_s)
+        self._drafter_of(sequence_id).start(
             sequence_id,
             start.prompt,
             hints=start.hints,
             committed=start.committed,
             session_id=start.session_id,
             request_id=start.request_id,
-            learn=start.learn and self._may_learn,
+            learn=start.learn and self._may_learn and not was_forgotten,
             rollout=start.rollout,
             seed=start.seed,
         )

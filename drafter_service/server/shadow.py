@@ -59,9 +59,9 @@ class ShadowDrafter:
         """The running sequences."""
         return self.drafter.running
 
-    def begin(self, sequence_id: int, prompt: np.ndarray, **options: Any) -> None:
-        """Begin a sequence, see `CorpusDrafter.begin`."""
-        self.drafter.begin(sequence_id, prompt, **options)
+    def start(self, sequence_id: int, prompt: np.ndarray, **options: Any) -> None:
+        """Begin a sequence, see `CorpusDrafter.start`."""
+        self.drafter.start(sequence_id, prompt, **options)
         self._sequences[sequence_id] = Withheld()
 
     def advance(self, batch: Progress) -> None:
@@ -169,7 +169,7 @@ async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -
     shadow, limit = ShadowDrafter(drafter), namespace.config.max_draft
     try:
         with budget.spend():
-            shadow.begin(0, prompt, learn=False)
+            shadow.start(0, prompt, learn=False)
             if drafter.is_sorting:
                 await asyncio.to_thread(drafter.wait_for_sorting)
                 namespace.check_is_open()

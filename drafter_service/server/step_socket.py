@@ -18,12 +18,12 @@ import grpc
 
 from drafter_service.server.stream import Later, OpenStream, Streams
 from drafter_service.transport.address import Address
-from drafter_service.transport.wire import HEADER, MAGIC, Frames, WireError, framed, last_frame
+from drafter_service.transport.wire import MAGIC, Frames, WireError, framed, last_frame
 
 AUTHORIZATION_TIMEOUT_S = 5.0
 """Time within which a new connection must send its authorization."""
 BACKLOG = 128
-"""Length of the queue of connections; without free descriptors asyncio makes and logs this many attempts to accept."""
+"""Length of the queue of connections that are not accepted yet."""
 READ_BYTES = 64 << 10
 """Maximum number of bytes per read. By default asyncio allocates 256 KiB for every read, which takes 15 us."""
 MAX_AUTHORIZATION_BYTES = 8 << 10
@@ -38,35 +38,30 @@ class StepSocket:
         self._max_connections = max_connections
         self._connections: set[asyncio.Task[None]] = set()
         """Tasks of the connections."""
-        self._listening: socket.socket | None = None
         self._path: Path | None = None
         self._server: asyncio.Server | None = None
 
-    def bind(self, address: Address, mode: int) -> None:
+    async def start(self, address: Address, mode: int) -> None:
         """Listen at an address, with this file mode. Raises UserError for an address that cannot be used.
 
-        Call it before gRPC listens: a client that finds the gRPC socket without this one uses gRPC.
+        Call it before gRPC answers: a client that finds the gRPC socket without this one uses gRPC.
         """
         address.claim()
-        self._listening = socket.socket(socket.AF_UNIX)
+        listening = socket.socket(socket.AF_UNIX)
         with address.permissions(mode):
-            self._listening.bind(str(address.socket_path))
+            listening.bind(str(address.socket_path))
         self._path = address.socket_path
-        self._listening.listen(BACKLOG)
-
-    async def start(self) -> None:
-        """Accept connections, if there is a socket."""
-        if self._listening is not None:
-            self._server = await asyncio.get_running_loop().create_unix_server(
-                lambda: Connection(self._serve), sock=self._listening, backlog=BACKLOG
-            )
+        # Without free descriptors asyncio makes, logs and repeats as many attempts to accept as its `backlog`, and each
+        # repetition multiplies them.
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            lambda: Connection(self._serve), sock=listening, backlog=1
+        )
+        listening.listen(BACKLOG)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections, and cancel streams that have not ended after `grace_s` seconds."""
         if self._server is not None:
             self._server.close()
-        elif self._listening is not None:
-            self._listening.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         if self._connections:
@@ -92,16 +87,16 @@ class Connection(asyncio.BufferedProtocol):
         """serve: starts the task once the connection is made."""
         self._serve = serve
         self._buffer = bytearray(READ_BYTES)
-        self._beginning: bytearray | None = bytearray()
-        """What has arrived until the authorization is complete; None after it."""
-        self._frames = Frames()
+        self._magic = MAGIC
+        """Bytes of `MAGIC` that have not arrived."""
+        self._frames = Frames(MAX_AUTHORIZATION_BYTES)
         self._requests: deque[bytes] = deque()
-        """Requests that are not answered yet."""
+        """Requests that are not answered yet; the first frame is the authorization."""
         self._task: asyncio.Task[None] | None = None
         self._stream: OpenStream | None = None
         self._later: Later | None = None
         """The answer that the task waits for next."""
-        self._failure: WireError | None = None
+        self._failure: StreamEndedError | None = None
         """A violation of the protocol after `_requests`."""
         self._wake: asyncio.Future[None] | None = None
         """Ends the sleep of the task; None if it does not sleep."""
@@ -127,11 +122,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """See `asyncio.BufferedProtocol`."""
-        data = bytes(memoryview(self._buffer)[:nbytes])
-        if self._beginning is not None:
-            self._beginning += data
-        else:
-            self._receive(data)
+        self._receive(bytes(memoryview(self._buffer)[:nbytes]))
         self._continue()
         if self._requests:
             self._transport.pause_reading()  # Until `_answer_ready` has answered these.
@@ -185,30 +176,16 @@ class Connection(asyncio.BufferedProtocol):
         """Return the beginning of the stream. Raises StreamEndedError if it is something else, or takes too long."""
         try:
             async with asyncio.timeout(AUTHORIZATION_TIMEOUT_S):
-                while (context := self._read_authorization()) is None:
+                while not self._requests:
+                    if self._failure is not None:
+                        raise self._failure
                     if self._is_at_end:
                         raise StreamEndedError(grpc.StatusCode.CANCELLED, "the client closed the connection")
                     await self._sleep()
-                return context
         except TimeoutError:
             reason = "the authorization did not arrive in time"
             raise StreamEndedError(grpc.StatusCode.DEADLINE_EXCEEDED, reason) from None
-
-    def _read_authorization(self) -> SocketContext | None:
-        """Return the authorization; None if it is not complete."""
-        data, begin = bytes(self._beginning or b""), len(MAGIC) + HEADER.size
-        if not MAGIC.startswith(data[: len(MAGIC)]):
-            raise StreamEndedError(grpc.StatusCode.UNIMPLEMENTED, "this socket serves only ssd.drafter.v1 frames")
-        if len(data) < begin:
-            return None
-        (size,) = HEADER.unpack_from(data, len(MAGIC))
-        if size > MAX_AUTHORIZATION_BYTES:
-            raise StreamEndedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
-        if len(data) < begin + size:
-            return None
-        self._beginning = None
-        self._receive(data[begin + size :])
-        return SocketContext(data[begin : begin + size].decode("latin1"))
+        return SocketContext(self._requests.popleft().decode("latin1"))
 
     async def _sleep(self) -> None:
         """Wait until the task has something to do."""
@@ -222,10 +199,15 @@ class Connection(asyncio.BufferedProtocol):
 
     def _receive(self, data: bytes) -> None:
         """Add received bytes to the requests."""
+        begin, self._magic = self._magic[: len(data)], self._magic[len(data) :]
+        if not data.startswith(begin):
+            reason = "this socket serves only ssd.drafter.v1 frames"
+            self._failure = StreamEndedError(grpc.StatusCode.UNIMPLEMENTED, reason)
+            return
         try:
-            self._requests += [body for body, _ in self._frames.feed(data)]
+            self._requests += [body for body, _ in self._frames.feed(data[len(begin) :])]
         except WireError as problem:
-            self._failure = problem
+            self._failure = StreamEndedError(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
 
     def _continue(self) -> None:
         """Answer requests if the task sleeps, and wake it for what it has to do itself."""

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from drafter_service.observability.facts import ModelIdentity, Sample
 from drafter_service.observability.report.schema import ClientTotals
+from drafter_service.server.naming import KnownNamespace
 from ssd.corpus import snapshot
 from ssd.corpus.sections import DamagedError
 from ssd.corpus.snapshot import Loaded
@@ -48,6 +49,8 @@ class Description(BaseModel):
 
     name: str
     model: ModelIdentity
+    tokens: int | None = None
+    """Number of tokens of the corpus; None if an earlier version wrote the description."""
     clients: ClientTotals = ClientTotals()
     duplicates: int = 0
     log_position: str | None = None
@@ -115,6 +118,8 @@ class Store:
             """The lock file, while this process holds it."""
             self.set_aside: dict[str, list[str]] = {}
             """Names of the files that were set aside, by namespace, as of the last listing."""
+            self.known: dict[str, KnownNamespace] = {}
+            """What is known of each namespace that was found or written here, and not deleted."""
             self.names()
         except OSError as problem:
             raise UserError(f"snapshots.folder: cannot write to {folder}: {problem.strerror}") from None
@@ -143,6 +148,9 @@ class Store:
             if set_aside[name] or {CORPUS, DESCRIPTION}.intersection(files):
                 found.append(name)
         self.set_aside = {name: files for name, files in set_aside.items() if files}
+        for name in found:
+            if name not in self.known:
+                self.known[name] = self._read_known(name)
         return sorted(found)
 
     def has(self, name: str) -> bool:
@@ -164,12 +172,12 @@ class Store:
             self._sound(name, CORPUS, lambda path: snapshot.load(path, capacity, depth, may_trim=self._may_trim)),
         )
 
-    def model(self, name: str) -> ModelIdentity | None:
-        """Return the model of a stored namespace; None without a readable description."""
+    def _read_known(self, name: str) -> KnownNamespace:
         try:
-            return _read_description(self.folder / name / DESCRIPTION).model
+            description = _read_description(self.folder / name / DESCRIPTION)
         except (OSError, DamagedError):
-            return None
+            return KnownNamespace()
+        return KnownNamespace(description.model, description.tokens)
 
     def make_folder(self, name: str) -> None:
         """Make a namespace's folder. Raises OSError."""
@@ -180,6 +188,7 @@ class Store:
         """Replace the description atomically. Raises OSError, after which the old file remains."""
         self._check_folder()  # It is written last, so that a corpus that was saved elsewhere does not count as saved.
         _write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
+        self.known[description.name] = KnownNamespace(description.model, description.tokens)
 
     def remove_set_aside(self, name: str) -> list[str]:
         """Remove the files of a namespace that were set aside; return their names. Raises OSError."""
@@ -196,6 +205,7 @@ class Store:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / name)
         self.set_aside.pop(name, None)
+        self.known.pop(name, None)
 
     def _sound(self, name: str, file: str, read: Callable[[Path], T]) -> T | None:
         """Return the contents of a file; None if it does not exist, or is proven damaged and was set aside."""

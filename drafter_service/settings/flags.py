@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import click
+from annotated_types import Interval
 
 LARGEST = 1 << 63
 SUFFIXES = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
@@ -61,16 +62,6 @@ class Flag:
     """Type of click."""
     note: str = ""
     """Text after the docstring in the help."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Range of a number, in `Annotated`."""
-
-    least: float
-    most: float | None = None
-    is_open: bool = False
-    """Whether `least` itself is excluded."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -128,7 +119,7 @@ def option(name: str, hint: Any, text: str, default: Any = None) -> click.Option
     A Boolean is a flag, a literal a choice, and a tuple or mapping can be given several times. default: MISSING for an
     option that must be given.
     """
-    kind, notes = _unwrapped(hint)
+    kind, notes = unwrapped(hint)
     flag = functools.reduce(_joined, (note for note in notes if isinstance(note, Flag)), Flag())
     more: dict[str, Any] = {"help": text + flag.note, "metavar": flag.metavar, "callback": flag.read}
     more |= {"required": True} if default is MISSING else {"default": default}
@@ -152,13 +143,13 @@ def _default(field: Field[Any]) -> Any:
     return ",".join(map(str, value)) if isinstance(value, tuple) else value
 
 
-def _unwrapped(hint: Any) -> tuple[Any, list[object]]:
+def unwrapped(hint: Any) -> tuple[Any, list[object]]:
     """Return a type without None, and what `Annotated` says of it."""
     if get_origin(hint) in (Union, UnionType):
         [hint] = [each for each in get_args(hint) if each is not type(None)]
     if get_origin(hint) is not Annotated:
         return hint, []
-    kind, notes = _unwrapped(get_args(hint)[0])
+    kind, notes = unwrapped(get_args(hint)[0])
     return kind, [*hint.__metadata__, *notes]
 
 
@@ -170,8 +161,10 @@ def _click_type(kind: Any, notes: list[object]) -> Any:
     if not isinstance(kind, type):
         return str
     ranges: Any = click.IntRange if kind is int else click.FloatRange
-    found = [ranges(note.least, note.most, min_open=note.is_open) for note in notes if isinstance(note, Interval)]
-    return found[0] if found else kind
+    for note in notes:
+        if isinstance(note, Interval):
+            return ranges(note.gt if note.ge is None else note.ge, note.le, min_open=note.ge is None)
+    return kind
 
 
 def meanings(model: type) -> dict[str, str]:

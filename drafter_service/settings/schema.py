@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
-from drafter_service.settings.flags import meanings, parse_quantity
+from drafter_service.settings.flags import meanings, parse_quantity, unwrapped
 from ssd.errors import UserError
 
 T = TypeVar("T")
@@ -103,8 +103,8 @@ class Schema(Generic[T]):
 
     def _number(self, key: str, value: Any, origin: str) -> Any:
         """Return a value, and texts such as "16M" as integers where the setting is one, or a table of them."""
-        kind = plain_type(self.settings[key].kind)
-        if isinstance(value, dict) and plain_type((get_args(kind) or (None,))[-1]) is int:
+        kind, _ = unwrapped(self.settings[key].kind)
+        if isinstance(value, dict) and unwrapped((get_args(kind) or (None,))[-1])[0] is int:
             return {name: _quantity(each, f"{origin}: {key}.{name}") for name, each in value.items()}
         return _quantity(value, f"{origin}: {key}") if kind is int else value
 
@@ -143,11 +143,6 @@ class Schema(Generic[T]):
                     masked = PASSWORD.sub(r"\1***@", value) if isinstance(value, str) else value
                     lines = tomli_w.dumps({name: masked}).rstrip()
                 yield f"{_comment(self.settings[key].meaning)}\n{lines}"
-
-
-def plain_type(hint: Any) -> Any:
-    """Return a type without the notes of `Annotated`."""
-    return getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
 
 
 def read_toml(path: Path) -> dict[str, Any]:

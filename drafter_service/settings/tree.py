@@ -132,14 +132,14 @@ class NamespacesConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """The log of finished requests that replicas share."""
+    """The log of finished requests that sidecars share."""
 
     url: Annotated[str | None, Flag(metavar="URL")] = None
-    """Address of the log, redis://HOST:PORT/DB or rediss://. Without it the service has no replicas."""
+    """Address of the log, redis://HOST:PORT/DB or rediss://. Without it no other sidecar shares its text."""
     prefix: str = "default"
     """Services with the same prefix share their logs."""
     max_tokens: Positive = 32_000_000
-    """Number of tokens kept in the log of a namespace. A replica that is further behind misses text."""
+    """Number of tokens kept in the log of a namespace. A sidecar that is further behind misses text."""
 
 
 @dataclass(frozen=True)

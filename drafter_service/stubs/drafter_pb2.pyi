@@ -35,18 +35,22 @@ class DraftRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ..., draft_counts: _Optional[_Union[DraftCounts, _Mapping]] = ...) -> None: ...
 
 class DraftCounts(_message.Message):
-    __slots__ = ("hits", "by_source", "by_position", "by_age", "calibration")
+    __slots__ = ("hits", "by_source", "by_position", "by_age", "calibration", "unlearned_steps", "unlearned_tokens")
     HITS_FIELD_NUMBER: _ClassVar[int]
     BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     BY_POSITION_FIELD_NUMBER: _ClassVar[int]
     BY_AGE_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
+    UNLEARNED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    UNLEARNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     hits: int
     by_source: bytes
     by_position: bytes
     by_age: bytes
     calibration: bytes
-    def __init__(self, hits: _Optional[int] = ..., by_source: _Optional[bytes] = ..., by_position: _Optional[bytes] = ..., by_age: _Optional[bytes] = ..., calibration: _Optional[bytes] = ...) -> None: ...
+    unlearned_steps: int
+    unlearned_tokens: int
+    def __init__(self, hits: _Optional[int] = ..., by_source: _Optional[bytes] = ..., by_position: _Optional[bytes] = ..., by_age: _Optional[bytes] = ..., calibration: _Optional[bytes] = ..., unlearned_steps: _Optional[int] = ..., unlearned_tokens: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "client", "model", "namespace", "draft_shape", "step_sizes", "draft_lengths", "engine")
@@ -69,35 +73,51 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., draft_shape: _Optional[_Union[DraftShape, str]] = ..., step_sizes: _Optional[bytes] = ..., draft_lengths: _Optional[bytes] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "tokenizer", "adapter", "vocab_size")
+    __slots__ = ("name", "tokenizer", "adapter", "vocab_size", "vocabulary", "configuration")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokenizer: str
     adapter: str
     vocab_size: int
-    def __init__(self, name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., adapter: _Optional[str] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    vocabulary: str
+    configuration: str
+    def __init__(self, name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., adapter: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary: _Optional[str] = ..., configuration: _Optional[str] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("tokens", "other", "other_tokens")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
+    OTHER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    other: str
+    other_tokens: int
+    def __init__(self, tokens: _Optional[int] = ..., other: _Optional[str] = ..., other_tokens: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "namespace", "may_learn", "max_draft", "max_sequences", "max_tokens")
+    __slots__ = ("protocol", "namespace", "may_learn", "max_draft", "max_sequences", "max_tokens", "held")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     MAY_LEARN_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     namespace: str
     may_learn: bool
     max_draft: int
     max_sequences: int
     max_tokens: int
-    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    held: Held
+    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn", "hints", "shadow", "rollout", "seed")
+    __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn", "hints", "shadow", "rollout", "seed", "age_s")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +128,7 @@ class Start(_message.Message):
     SHADOW_FIELD_NUMBER: _ClassVar[int]
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     prompt: bytes
     committed: bytes
@@ -118,7 +139,8 @@ class Start(_message.Message):
     shadow: bool
     rollout: Rollout
     seed: int
-    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., learn: bool = ..., hints: _Optional[bytes] = ..., shadow: bool = ..., rollout: _Optional[_Union[Rollout, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    age_s: float
+    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., learn: bool = ..., hints: _Optional[bytes] = ..., shadow: bool = ..., rollout: _Optional[_Union[Rollout, _Mapping]] = ..., seed: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class Rollout(_message.Message):
     __slots__ = ("group", "version")
@@ -225,21 +247,27 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
-    __slots__ = ("protocol", "model", "namespace", "copy", "position")
+    __slots__ = ("protocol", "model", "namespace", "copy", "position", "max_tokens", "match_depth", "engine")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MATCH_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     model: Model
     namespace: str
     copy: str
     position: int
-    def __init__(self, protocol: _Optional[int] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., copy: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
+    max_tokens: int
+    match_depth: int
+    engine: str
+    def __init__(self, protocol: _Optional[int] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., copy: _Optional[str] = ..., position: _Optional[int] = ..., max_tokens: _Optional[int] = ..., match_depth: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("namespace", "copy", "snapshot", "changes", "position", "is_current", "seconds")
+    __slots__ = ("namespace", "copy", "snapshot", "changes", "position", "is_current", "seconds", "libraries")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +275,7 @@ class FollowResponse(_message.Message):
     POSITION_FIELD_NUMBER: _ClassVar[int]
     IS_CURRENT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LIBRARIES_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     copy: str
     snapshot: bytes
@@ -254,7 +283,8 @@ class FollowResponse(_message.Message):
     position: int
     is_current: bool
     seconds: float
-    def __init__(self, namespace: _Optional[str] = ..., copy: _Optional[str] = ..., snapshot: _Optional[bytes] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., position: _Optional[int] = ..., is_current: bool = ..., seconds: _Optional[float] = ...) -> None: ...
+    libraries: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespace: _Optional[str] = ..., copy: _Optional[str] = ..., snapshot: _Optional[bytes] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., position: _Optional[int] = ..., is_current: bool = ..., seconds: _Optional[float] = ..., libraries: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Change(_message.Message):
     __slots__ = ("finished", "forgotten", "forgotten_before")
@@ -305,14 +335,18 @@ class ObserveRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., texts: _Optional[_Union[Texts, _Mapping]] = ...) -> None: ...
 
 class ObserveResponse(_message.Message):
-    __slots__ = ("tokens", "texts", "duplicates")
+    __slots__ = ("tokens", "texts", "duplicates", "namespace", "held")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     texts: int
     duplicates: int
-    def __init__(self, tokens: _Optional[int] = ..., texts: _Optional[int] = ..., duplicates: _Optional[int] = ...) -> None: ...
+    namespace: str
+    held: Held
+    def __init__(self, tokens: _Optional[int] = ..., texts: _Optional[int] = ..., duplicates: _Optional[int] = ..., namespace: _Optional[str] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
 
 class ForgetRequest(_message.Message):
     __slots__ = ("namespace", "request_id", "older_than_s", "everything")
@@ -383,7 +417,7 @@ class ListNamespacesResponse(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[Namespace, _Mapping]]] = ...) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("name", "model", "is_loaded", "tokens", "capacity", "memory_bytes", "streams", "idle_s", "set_aside_files")
+    __slots__ = ("name", "model", "is_loaded", "tokens", "capacity", "memory_bytes", "streams", "idle_s", "set_aside_files", "is_default")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     IS_LOADED_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +427,7 @@ class Namespace(_message.Message):
     STREAMS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     SET_ASIDE_FILES_FIELD_NUMBER: _ClassVar[int]
+    IS_DEFAULT_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: Model
     is_loaded: bool
@@ -402,7 +437,8 @@ class Namespace(_message.Message):
     streams: int
     idle_s: float
     set_aside_files: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., is_loaded: bool = ..., tokens: _Optional[int] = ..., capacity: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., idle_s: _Optional[float] = ..., set_aside_files: _Optional[_Iterable[str]] = ...) -> None: ...
+    is_default: bool
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., is_loaded: bool = ..., tokens: _Optional[int] = ..., capacity: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., idle_s: _Optional[float] = ..., set_aside_files: _Optional[_Iterable[str]] = ..., is_default: bool = ...) -> None: ...
 
 class DropNamespaceRequest(_message.Message):
     __slots__ = ("namespace", "set_aside_only")

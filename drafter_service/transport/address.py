@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,18 @@ STEPS = ".steps"
 MAX_SOCKET_PATH_BYTES = 103 - len(STEPS)
 """Maximum length of the paths of both sockets; macOS has the lowest limit of all systems."""
 OWNER_ONLY = 0o600
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""Beginning of a client's HTTP/2 connection, with an empty frame of settings."""
+HTTP2_SETTINGS = b"\x04"
+"""Type of the first frame of a server, in its fourth byte."""
+TLS_ALERT = b"\x15\x03"
+OTHER_SERVERS = {
+    b"HTTP/": "an HTTP server",
+    b"<": "an HTTP server",
+    b"SSH-": "an SSH server",
+    b"-": "a Redis server",
+}
+"""Servers by the beginning of their response to `HTTP2_PREFACE`."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +100,14 @@ class Address:
             return
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise UserError(f"{path} exists and is not a socket; choose another path")
-        if _is_in_use(path):
+        try:
+            self.connect().close()
+        except ConnectionRefusedError:
+            path.unlink()
+        except OSError as problem:
+            raise UserError(f"cannot use the socket {path}: {problem.strerror or problem}") from None
+        else:
             raise UserError(f"{path} is in use by another server; stop that one or choose another path")
-        path.unlink()
 
     def check_bindable(self) -> None:
         """Raise UserError with the system's reason if no socket can be bound here; gRPC would only log the reason."""
@@ -112,23 +129,35 @@ class Address:
                 return
         raise UserError(f"cannot listen at {self.text}: {reason}; choose another address")
 
-    def find_listener(self) -> str | None:
-        """Return None if something listens here, otherwise the system's reason."""
-        try:
-            found = self._sockets()
-        except OSError as problem:
-            return problem.strerror or str(problem)
-        reason = ""
-        for family, where in found:
-            with socket.socket(family) as probe:
-                probe.settimeout(PROBE_TIMEOUT_S)
-                try:
-                    probe.connect(where)
-                except OSError as problem:
-                    reason = problem.strerror or str(problem)
-                else:
-                    return None
-        return reason
+    def connect(self) -> socket.socket:
+        """Return a connection to what listens here. Raises OSError if nothing does."""
+        problem = OSError("the host has no address")
+        for family, where in self._sockets():
+            connection = socket.socket(family)
+            connection.settimeout(PROBE_TIMEOUT_S)
+            try:
+                connection.connect(where)
+            except OSError as refused:
+                connection.close()
+                problem = refused
+            else:
+                return connection
+        raise problem
+
+    def kind_of_other_server(self) -> str | None:
+        """Return what kind of server listens here, such as "an HTTP server"; None if it may be a drafter, or is silent.
+
+        It gets the beginning of an HTTP/2 connection, which drafters speak.
+        """
+        answer = b""
+        with suppress(OSError), self.connect() as probe:
+            probe.sendall(HTTP2_PREFACE)
+            answer = probe.recv(64)
+        if not answer or answer[:2] == TLS_ALERT or answer[3:4] == HTTP2_SETTINGS:
+            return None
+        return next(
+            (kind for start, kind in OTHER_SERVERS.items() if answer.startswith(start)), "another kind of server"
+        )
 
     def _sockets(self) -> list[tuple[int, Any]]:
         """Return the socket families and addresses of this address. Raises OSError if its host does not resolve."""
@@ -154,18 +183,6 @@ class Address:
         finally:
             os.umask(previous)
         path.chmod(mode)
-
-
-def _is_in_use(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(PROBE_TIMEOUT_S)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return False
-        except OSError as problem:
-            raise UserError(f"cannot use the socket {path}: {problem.strerror or problem}") from None
-        return True
 
 
 STATE = "ssd-drafter-state"

@@ -330,35 +330,38 @@ def last_frame(code: int, message: str) -> bytes:
     return HEADER.pack(len(data) | LAST) + data
 
 
-def read_header(header: bytes | bytearray, begin: int = 0) -> tuple[int, bool]:
+def read_header(header: bytes | bytearray, begin: int = 0, limit: int = MAX_MESSAGE_BYTES) -> tuple[int, bool]:
     """Return a frame's number of bytes, and whether it is the last. Raises WireError for a frame that is too long."""
     (length,) = HEADER.unpack_from(header, begin)
     size = length & ~LAST
-    if size > MAX_MESSAGE_BYTES:
-        raise WireError(f"a frame has {size} bytes; the maximum is {MAX_MESSAGE_BYTES}")
+    if size > limit:
+        raise WireError(f"a frame has {size} bytes; the maximum is {limit}")
     return size, length >= LAST
 
 
 class Frames:
     """Splits received bytes into frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_limit: int = MAX_MESSAGE_BYTES) -> None:
+        """first_limit: maximum number of bytes of the first frame."""
+        self._limit = first_limit
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
         """Add received bytes; return completed frames, each with whether it is the last. Raises as `read_header`."""
         if not self._data and len(data) >= HEADER.size:
-            size, is_last = read_header(data)
+            size, is_last = read_header(data, 0, self._limit)
             if size == len(data) - HEADER.size:
+                self._limit = MAX_MESSAGE_BYTES
                 return [(data[HEADER.size :], is_last)]
         self._data += data
         frames, begin = [], 0
         while len(self._data) >= begin + HEADER.size:
-            size, is_last = read_header(self._data, begin)
+            size, is_last = read_header(self._data, begin, self._limit)
             end = begin + HEADER.size + size
             if len(self._data) < end:
                 break
             frames.append((bytes(self._data[begin + HEADER.size : end]), is_last))
-            begin = end
+            begin, self._limit = end, MAX_MESSAGE_BYTES
         del self._data[:begin]
         return frames

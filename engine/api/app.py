@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 
 from drafter_service.observability.pages.page import style_sheet
 from engine.api.endpoints import ClientGoneError, answer
-from engine.api.engine_process import EngineGoneError
 from engine.api.errors import ApiError, engine_errors, error_response, from_http, from_validation
 from engine.api.middleware import RequestChecks
 from engine.api.schemas import ChatRequest, CompletionRequest, WeightsRequest
@@ -68,11 +67,8 @@ def _add_weights_route(app: FastAPI, service: Service, *, is_allowed: bool) -> N
         """Replace the weights of the served model."""
         if not is_allowed:
             raise ApiError(403, "this server does not change its weights; start it with --allow-weight-updates")
-        try:
-            with engine_errors("path"):
-                return {"version": await service.engine.update_weights(body.path, body.version, body.running)}
-        except EngineGoneError as problem:
-            raise ApiError(503, f"the engine has stopped: {problem}") from None
+        with engine_errors("path"):
+            return {"version": await service.engine.update_weights(body.path, body.version, body.running)}
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:

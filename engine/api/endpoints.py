@@ -18,15 +18,15 @@ import orjson
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 
-from engine.api.engine_process import EngineGoneError
 from engine.api.errors import ApiError, engine_errors, error_body
 from engine.api.fields import NamedTool
+from engine.api.messages import RequestRestarted
 from engine.api.metrics import RequestRecorder
-from engine.api.outputs import Delta, OutputText, Piece, stream_deltas
+from engine.api.outputs import Delta, OutputText, Piece, delta_of
 from engine.api.responses import ResponseFormat, TextOffsets, chat_logprobs, completion_logprobs, prompt_offsets
 from engine.api.schemas import ChatRequest, CompletionRequest, SamplingFields
 from engine.api.service import DEFAULT_MAX_TOKENS, Service, encode_in_background
-from engine.api.tool_formats import FORMATS, CallOutput, ToolFormat, ToolParser, tool_grammar
+from engine.api.tool_formats import FORMATS, CallOutput, ToolFormat, tool_grammar
 from engine.models.tokenizer import Detokenizer
 from engine.sampling.grammar import Grammar
 from engine.sampling.logprobs import Logprobs
@@ -49,6 +49,7 @@ async def answer(
     """
     with engine_errors(body.prompt_field):
         service.check_model(body.model)
+        form: ResponseFormat[Any]
         form = ChatFormat(service, body) if isinstance(body, ChatRequest) else CompletionFormat(service, body)
         prompts, hints, sampling = await form.prompts(), await service.hints(body), form.sampling()
         form.requests = [
@@ -61,7 +62,7 @@ async def answer(
         return form.document(await _while_connected(_outputs(service, body, form.requests), http))
 
 
-class CompletionFormat(ResponseFormat):
+class CompletionFormat(ResponseFormat[CompletionRequest]):
     """Format of text completions: complete responses and stream chunks."""
 
     id_prefix = "cmpl"
@@ -69,11 +70,7 @@ class CompletionFormat(ResponseFormat):
 
     def __init__(self, service: Service, body: CompletionRequest) -> None:
         super().__init__(service, body)
-        self._given = body.prompts
         self._tokenizer = service.served.tokenizer
-        self._max_tokens = body.max_tokens
-        self._logprobs = body.logprobs
-        self._has_echo = body.echo
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         """Offsets of the tokens of each output so far; the text sent so far may be shorter."""
 
@@ -84,23 +81,23 @@ class CompletionFormat(ResponseFormat):
             await encode_in_background(partial(encode, prompt), len(prompt))
             if isinstance(prompt, str)
             else np.array(prompt, np.uint32)
-            for prompt in self._given
+            for prompt in self._body.prompts
         ]
 
     def output_limit(self, prompt: np.ndarray) -> int:
         """See `ResponseFormat.output_limit`."""
-        return self._service.output_limit(prompt, self._max_tokens, DEFAULT_MAX_TOKENS, "max_tokens")
+        return self._service.output_limit(prompt, self._body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens")
 
     def sampling(self) -> dict[str, Any]:
         """See `ResponseFormat.sampling`."""
-        prompt_logprobs = self._logprobs if self._has_echo else None
-        if self._max_tokens == 0:
+        prompt_logprobs = self._body.logprobs if self._body.echo else None
+        if self._body.max_tokens == 0:
             prompt_logprobs = prompt_logprobs or 0  # The engine runs a prompt without an output to score it.
-        return {"logprobs": self._logprobs, "prompt_logprobs": prompt_logprobs}
+        return {"logprobs": self._body.logprobs, "prompt_logprobs": prompt_logprobs}
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Return chunks with the prompts, if their texts or ids were requested."""
-        if not (self._has_echo or self.prompt_fields(0)):
+        if not (self._body.echo or self.prompt_fields(0)):
             return []
         given = [{"text": self._echo(index)} | self.prompt_fields(index) for index in range(len(self.requests))]
         return [self.chunk([self.choice(index, fields, None)]) for index, fields in enumerate(given)]
@@ -120,18 +117,18 @@ class CompletionFormat(ResponseFormat):
 
         Empty unless it was requested.
         """
-        if not self._has_echo:
+        if not self._body.echo:
             return ""
-        given = self._given[self.prompt_index(index)]
+        given = self._body.prompts[self.prompt_index(index)]
         prompt = self.requests[index].prompt
         return given if isinstance(given, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _scores(self, delta: Delta, logprobs: Logprobs, echo: str) -> dict[str, Any]:
-        if self._has_echo:  # Not streamed, so that this is called once for an output.
+        if self._body.echo:  # Not streamed, so that this is called once for an output.
             self._offsets[delta.index] = TextOffsets(len(echo))
         pieces = map(self.names.output_bytes, delta.tokens.tolist())
         values = completion_logprobs(delta.tokens, logprobs, self.names, self._offsets[delta.index].advance(pieces))
-        if not self._has_echo:
+        if not self._body.echo:
             return values
         prompt, prompt_logprobs = self.requests[delta.index].prompt, self.completions[delta.index].prompt_logprobs
         assert prompt_logprobs is not None
@@ -146,7 +143,7 @@ class CompletionFormat(ResponseFormat):
         return joined
 
 
-class ChatFormat(ResponseFormat):
+class ChatFormat(ResponseFormat[ChatRequest]):
     """Format of chat completions: complete responses and stream chunks."""
 
     id_prefix = "chatcmpl"
@@ -155,13 +152,12 @@ class ChatFormat(ResponseFormat):
 
     def __init__(self, service: Service, body: ChatRequest) -> None:
         super().__init__(service, body)
-        self._chat = body
         self._calls: list[CallOutput] = []
         """One per output of a chat with tools."""
 
     async def prompts(self) -> list[np.ndarray]:
         """See `ResponseFormat.prompts`."""
-        body, chat = self._chat, self._service.served.chat
+        body, chat = self._body, self._service.served.chat
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         tools = [tool.as_sent() for tool in body.offered_tools]
         variables = body.template_variables
@@ -181,19 +177,19 @@ class ChatFormat(ResponseFormat):
 
     def output_limit(self, prompt: np.ndarray) -> int:
         """See `ResponseFormat.output_limit`."""
-        newer = self._chat.max_completion_tokens
+        newer = self._body.max_completion_tokens
         field = "max_completion_tokens" if newer else "max_tokens"
-        return self._service.output_limit(prompt, newer or self._chat.max_tokens, self._service.window.tokens, field)
+        return self._service.output_limit(prompt, newer or self._body.max_tokens, self._service.window.tokens, field)
 
     def sampling(self) -> dict[str, Any]:
         """See `ResponseFormat.sampling`."""
-        body = self._chat
+        body = self._body
         grammar = body.grammar  # Before tools are read, so that an error of the schema names its field.
         if body.offered_tools:
             form = tool_format(self._service)
             names = {tool.name for tool in body.offered_tools}
             max_calls = None if body.parallel_tool_calls else 1
-            self._calls = [CallOutput(ToolParser(form, names, max_calls)) for _ in range(body.n)]
+            self._calls = [CallOutput(form, names, max_calls) for _ in range(body.n)]
             grammar = self._tool_grammar(form) or grammar
         return {"logprobs": (body.top_logprobs or 0) if body.logprobs else None, "grammar": grammar}
 
@@ -202,7 +198,7 @@ class ChatFormat(ResponseFormat):
 
         None if outputs need not be calls. Raises UserError.
         """
-        body = self._chat
+        body = self._body
         definition = None if body.response_format is None else body.response_format.definition
         if not body.must_call and definition is None:
             return None
@@ -262,15 +258,18 @@ async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Req
         return OutputText(Detokenizer(decode, request.prompt), request.sampling.stop)
 
     try:
-        service.admission.admit(len(requests))
-        run, release = service.run, service.admission.release
+        service.admit(len(requests))
         with engine_errors(body.prompt_field):
-            async with aclosing(stream_deltas(run, requests, text_of, release)) as deltas:
-                async for delta in deltas:
+            await service.check_grammar(requests[0].sampling.grammar, len(requests))
+            service.admit(len(requests))  # Others may have come during the check.
+            texts = [text_of(request) for request in requests]
+            async with aclosing(service.engine.run(requests)) as events:
+                async for index, event in events:
+                    if isinstance(event, RequestRestarted):
+                        texts[index] = text_of(requests[index])
+                    delta = delta_of(index, event, texts[index])
                     recorder.record(delta)
                     yield delta
-    except EngineGoneError as problem:
-        raise ApiError(503, f"the engine has stopped: {problem}") from None
     except (asyncio.CancelledError, GeneratorExit):
         recorder.record_abort()
         raise
@@ -291,7 +290,9 @@ async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Re
     ]
 
 
-async def _streamed(deltas: AsyncGenerator[Delta, None], form: ResponseFormat, http: HttpRequest) -> StreamingResponse:
+async def _streamed(
+    deltas: AsyncGenerator[Delta, None], form: ResponseFormat[Any], http: HttpRequest
+) -> StreamingResponse:
     # Invalid requests fail before their first delta, while an error response can still be sent.
     first_delta = await _while_connected(anext(deltas), http)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import multiprocessing
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -22,9 +21,9 @@ from engine.api.messages import (
     EngineStats,
     Event,
     OutputEvent,
+    RequestEnded,
     RequestEvent,
     RequestRefused,
-    RequestRestarted,
     Shutdown,
     StepFinished,
     SubmitRequest,
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 
 STOP_TIMEOUT_S = 10.0
 StreamEvent = TokensProduced | RequestEvent | EngineFailed
+Stream = asyncio.Queue[tuple[int, StreamEvent]]
+"""Events with their request id."""
 
 
 class EngineGoneError(Exception):
@@ -57,8 +58,9 @@ class EngineProcess:
         self.gone: str | None = None
         """Reason why the engine process has ended; None while it runs."""
         self._build = build
-        self._ids = itertools.count()
-        self._streams: dict[int, asyncio.Queue[StreamEvent]] = {}
+        self._next_id = 0
+        self._streams: dict[int, Stream] = {}
+        """By request id: where the events of a request that has not ended go; those of one HTTP request share it."""
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._connection: Connection | None = None
         self._process: Any = None
@@ -100,48 +102,58 @@ class EngineProcess:
             self._process.kill()
             await asyncio.to_thread(self._process.join)
 
-    async def run(self, request: Request) -> AsyncGenerator[OutputEvent, None]:
-        """Yield the events of a request. Closing the iterator early cancels the request.
+    @property
+    def open_requests(self) -> int:
+        """Number of requests and updates of the weights that have not ended, whether or not their events were read."""
+        return len(self._streams)
+
+    async def run(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, OutputEvent], None]:
+        """Yield the events of requests, each with the index of its request. Closing the iterator cancels all requests.
 
         Raises UserError for a request that cannot run, and EngineGoneError.
         """
-        has_ended = False
-        with self._stream() as (request_id, events):
-            try:
+        with self._stream(len(requests)) as (ids, events):
+            for request_id, request in zip(ids, requests, strict=True):
                 self._commands.put(SubmitRequest(request_id, request))
-                while not has_ended:
-                    event = await events.get()
-                    has_ended = not isinstance(event, TokensProduced | RequestRestarted)
+            try:
+                unended = len(ids)
+                while unended:
+                    request_id, event = await events.get()
                     _raise_failure(event)
                     assert isinstance(event, OutputEvent)
-                    yield event
+                    unended -= isinstance(event, RequestEnded)
+                    yield ids.index(request_id), event
             finally:
-                if not has_ended and self.gone is None:
-                    self._commands.put(CancelRequest(request_id))
+                for request_id in ids:
+                    if request_id in self._streams and self.gone is None:
+                        self._commands.put(CancelRequest(request_id))
 
     async def update_weights(self, path: str, version: int | None, running: Literal["finish", "restart"]) -> int:
         """Replace the weights, see `Engine.update_weights`; return the new version.
 
         Raises UserError for weights that do not fit, and EngineGoneError.
         """
-        with self._stream() as (request_id, events):
+        with self._stream(1) as ([request_id], events):
             self._commands.put(UpdateWeights(request_id, path, version, running))
-            event = await events.get()
+            _, event = await events.get()
             _raise_failure(event)
             assert isinstance(event, WeightsUpdated)
             return event.version
 
     @contextmanager
-    def _stream(self) -> Iterator[tuple[int, asyncio.Queue[StreamEvent]]]:
-        """Yield a new request id and the queue of its events. Raises EngineGoneError."""
+    def _stream(self, count: int) -> Iterator[tuple[range, Stream]]:
+        """Yield new request ids, and the queue of their events. Raises EngineGoneError."""
         if self.gone is not None:
             raise EngineGoneError(self.gone)
-        request_id = next(self._ids)
-        events = self._streams[request_id] = asyncio.Queue()
+        events: Stream = asyncio.Queue()
+        ids = range(self._next_id, self._next_id + count)
+        self._next_id = ids.stop
+        self._streams |= dict.fromkeys(ids, events)
         try:
-            yield request_id, events
+            yield ids, events
         finally:
-            del self._streams[request_id]
+            for request_id in ids:
+                self._streams.pop(request_id, None)
 
     async def wait_for_end(self) -> None:
         """Wait until the engine process has ended."""
@@ -187,12 +199,14 @@ class EngineProcess:
                 parts = event.parts() if isinstance(event, StepFinished) else [(event.request_id, event)]
                 for request_id, part in parts:
                     if (stream := self._streams.get(request_id)) is not None:
-                        stream.put_nowait(part)
+                        stream.put_nowait((request_id, part))
+                    if isinstance(part, RequestEnded | RequestRefused | WeightsUpdated):
+                        self._streams.pop(request_id, None)
 
     def _set_gone(self, reason: str) -> None:
         self.gone = reason
-        for stream in self._streams.values():
-            stream.put_nowait(EngineFailed(reason))
+        for request_id, stream in self._streams.items():
+            stream.put_nowait((request_id, EngineFailed(reason)))
         self._ended.set()
 
 

@@ -11,16 +11,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from engine.api.fields import UNSUPPORTED, UNSUPPORTED_PARTS
+from engine.api.engine_process import EngineGoneError
+from engine.api.fields import UNSUPPORTED
 from ssd.errors import UserError
 
 ERROR_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    413: "invalid_request_error",
+    429: "rate_limit_error",
 }
+"""Types by status. Others are `server_error` from 500 on, and `invalid_request_error` below."""
 HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     408: {"Connection": "close"},
@@ -57,12 +58,7 @@ class ApiError(Exception):
 
 def error_body(error: ApiError) -> dict[str, object]:
     """Return the JSON of an error."""
-    if error.status == 429:
-        kind = "rate_limit_error"
-    elif error.status >= 500:
-        kind = "server_error"
-    else:
-        kind = ERROR_TYPES.get(error.status, "invalid_request_error")
+    kind = ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     param = error.param and _encodable(error.param)
     return {"error": {"message": _encodable(error.message), "type": kind, "param": param, "code": error.code}}
 
@@ -74,11 +70,13 @@ def error_response(error: ApiError) -> JSONResponse:
 
 @contextmanager
 def engine_errors(prompt_field: str) -> Iterator[None]:
-    """Convert a UserError of the engine to an ApiError. prompt_field: name of the request field with the prompt."""
+    """Convert errors of the engine to an ApiError. prompt_field: name of the request field with the prompt."""
     try:
         yield
     except UserError as problem:
         raise _from_engine(str(problem), prompt_field) from None
+    except EngineGoneError as problem:
+        raise ApiError(503, f"the engine has stopped: {problem}") from None
 
 
 def _from_engine(message: str, prompt_field: str) -> ApiError:
@@ -115,13 +113,13 @@ def from_validation(problem: RequestValidationError) -> ApiError:
         )
     if first["type"] == "extra_forbidden" and param in CHAT_FIELDS:
         return ApiError(400, f"{param}: only chats support it; send messages to /v1/chat/completions", param=param)
-    if first["type"] == "extra_forbidden" and param is not None and param in UNSUPPORTED_PARTS:
-        return ApiError(400, f"{param}: {UNSUPPORTED_PARTS[param]}", param=param, code="unsupported_parameter")
+    if first["type"] == "extra_forbidden" and (known := UNSUPPORTED.get(param or "")) is not None:
+        return ApiError(400, f"{param}: {known.reason}", param=param, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"there is no parameter {param}", param=param, code="unknown_parameter")
     message = _message_of(first)
     if param is None and (found := LEADING_PARAM.match(message)):
-        return ApiError(400, message, param=found[1], code="unsupported_parameter" if found[1] in UNSUPPORTED else None)
+        return ApiError(400, message, param=found[1])
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 

@@ -151,6 +151,8 @@ _NO_BEAMS = "there is no beam search; sample several outputs with n"
 _OLDER_NAME = "this is an older name; send response_format or structured_outputs"
 _NO_TRANSFER = "this server does not exchange KV caches with others"
 _ONLY_RENDERED = "there is no endpoint that only renders prompts"
+_SEND_FORMAT = "send response_format of the type json_schema or json_object"
+_NO_GRAMMARS = "this server takes no such grammars; send regex, choice, or response_format with a JSON schema"
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     # Fields of OpenAI's API.
@@ -199,24 +201,9 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "guided_grammar": Unsupported(_OLDER_NAME),
     "guided_decoding_backend": Unsupported(_OLDER_NAME),
     "guided_whitespace_pattern": Unsupported(_OLDER_NAME),
+    "structured_outputs.json": Unsupported(_SEND_FORMAT),
+    "structured_outputs.json_object": Unsupported(_SEND_FORMAT),
+    "structured_outputs.grammar": Unsupported(_NO_GRAMMARS),
+    "structured_outputs.structural_tag": Unsupported(_NO_GRAMMARS),
 }
-
-_SEND_FORMAT = "send response_format of the type json_schema or json_object"
-_NO_GRAMMARS = "this server takes no such grammars; send regex, choice, or response_format with a JSON schema"
-
-UNSUPPORTED_PARTS: Mapping[str, str] = {
-    "structured_outputs.json": _SEND_FORMAT,
-    "structured_outputs.json_object": _SEND_FORMAT,
-    "structured_outputs.grammar": _NO_GRAMMARS,
-    "structured_outputs.structural_tag": _NO_GRAMMARS,
-}
-"""Why parts of vLLM's fields are refused, or what to send instead, by the path of the part."""
-
-
-def without_unsupported(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a body without those of `UNSUPPORTED`. Raises ValueError for a value that is refused."""
-    for name in UNSUPPORTED.keys() & given.keys():
-        value, known = given[name], UNSUPPORTED[name]
-        if value is not None and value not in known.accepted:
-            raise ValueError(f"{name}: {known.reason}")
-    return {name: value for name, value in given.items() if name not in UNSUPPORTED}
+"""Fields by name, and parts of fields by their path."""

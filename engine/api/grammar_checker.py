@@ -16,19 +16,15 @@ import signal
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from engine.api.messages import OutputEvent
-from engine.api.outputs import Run
 from engine.sampling.grammar import Grammar
 from engine.sampling.grammar_state import GrammarCompiler
-from engine.scheduling.request import Request
 from ssd.errors import UserError
 
 MAX_COMPILE_S = 0.2
@@ -64,17 +60,10 @@ class GrammarChecker:
         self._threads = {limit_s: ThreadPoolExecutor(MAX_CHECKS, "grammars") for limit_s in (QUICK_S, MAX_COMPILE_S)}
         """Threads that wait for the process, by limit of processor time."""
 
-    async def run(self, run: Run, request: Request) -> AsyncGenerator[OutputEvent, None]:
-        """Yield the events of a request like `run`, after its grammar has been checked.
-
-        Raises UserError for a grammar that cannot be used.
-        """
-        grammar = request.sampling.grammar
-        if grammar is not None and (reason := await self._result(grammar)):
+    async def check(self, grammar: Grammar) -> None:
+        """Raise UserError for a grammar that cannot be used."""
+        if reason := await self._result(grammar):
             raise UserError(reason)
-        async with aclosing(run(request)) as events:
-            async for event in events:
-                yield event
 
     def close(self) -> None:
         """Wait for the running checks, and end the process."""
@@ -88,13 +77,13 @@ class GrammarChecker:
         # Of several requests, one checks. If it is cancelled, so is its check, unless it runs, and the next one checks.
         async with self._turns.setdefault(key, asyncio.Lock()):
             if key not in self._results:
-                self._results[key] = await self._check(grammar)
+                self._results[key] = await self._attempt(grammar)
                 if len(self._results) > MAX_RESULTS:
                     self._results.popitem(last=False)
             self._results.move_to_end(key)
             return self._results[key]
 
-    async def _check(self, grammar: Grammar) -> str:
+    async def _attempt(self, grammar: Grammar) -> str:
         """Return the reason why a grammar cannot be used, empty if it can. Raises UserError if that remains unknown."""
         for limit_s, threads in self._threads.items():
             compiling = asyncio.get_running_loop().run_in_executor(threads, self._compile, grammar, limit_s)

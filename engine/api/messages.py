@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
@@ -153,54 +153,96 @@ class CorpusSize:
     """Largest number of tokens; beyond it the oldest are overwritten."""
 
 
+class Series(NamedTuple):
+    """A Prometheus metric that a field of `EngineStats` has."""
+
+    kind: Literal["gauge", "counter"]
+    name: str
+    text: str
+    label: str = ""
+    """Label by which the values of a mapping or of a tuple are told apart."""
+
+
 @dataclass
 class EngineStats:
     """Event: totals since the engine started, and its current load."""
 
-    running: int = 0
-    waiting: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    """Engine steps."""
-    backoff_steps: int = 0
-    """Engine steps in which the drafter was not called because drafting was not worthwhile recently."""
-    skipped_steps: dict[str, int] = field(default_factory=dict)
-    """By drafter of a combination: engine steps in which it was not called because the others offered more tokens per
-    second."""
-    prompt_tokens: int = 0
-    """Prompt tokens of submitted requests."""
-    cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
-    generated_tokens: int = 0
+    running: Annotated[int, Series("gauge", "vllm:num_requests_running", "Running requests.")] = 0
+    waiting: Annotated[int, Series("gauge", "vllm:num_requests_waiting", "Waiting requests.")] = 0
+    preemptions: Annotated[
+        int, Series("counter", "vllm:num_preemptions", "Requests whose pages were freed, to be computed again later.")
+    ] = 0
+    steps: Annotated[int, Series("counter", "ssd:engine_steps", "Engine steps.")] = 0
+    backoff_steps: Annotated[
+        int, Series("counter", "ssd:backoff_steps", "Engine steps without drafting, because it was not worthwhile.")
+    ] = 0
+    skipped_steps: Annotated[
+        dict[str, int],
+        Series(
+            "counter",
+            "ssd:skipped_steps",
+            "Engine steps in which a drafter of a combination was not called, because the others offered more.",
+            "drafter",
+        ),
+    ] = field(default_factory=dict)
+    prompt_tokens: Annotated[
+        int,
+        Series("counter", "vllm:prompt_tokens", "Prompt tokens."),
+        Series("counter", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    ] = 0
+    cached_tokens: Annotated[int, Series("counter", "vllm:prefix_cache_hits", "Tokens found in the prefix cache.")] = 0
+    generated_tokens: Annotated[int, Series("counter", "vllm:generation_tokens", "Output tokens.")] = 0
     sequence_steps: int = 0
     """Steps that produced tokens, counted once per sequence."""
-    drafts: int = 0
-    """Sequence steps that verified a draft."""
-    drafted: int = 0
-    accepted: int = 0
-    accepted_per_position: tuple[int, ...] = ()
+    drafts: Annotated[int, Series("counter", "vllm:spec_decode_num_drafts", "Verified drafts.")] = 0
+    drafted: Annotated[int, Series("counter", "vllm:spec_decode_num_draft_tokens", "Verified draft tokens.")] = 0
+    accepted: Annotated[int, Series("counter", "vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")] = 0
+    accepted_per_position: Annotated[
+        tuple[int, ...],
+        Series(
+            "counter",
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position in the draft.",
+            "position",
+        ),
+    ] = ()
     """Entry i: number of drafts whose first i + 1 tokens were accepted."""
     drafted_per_position: tuple[int, ...] = ()
     """Entry i: number of drafts with at least i + 1 tokens on their longest path."""
-    drafted_by_source: dict[str, int] = field(default_factory=dict)
-    """`drafted` by the name of the source, see `engine.drafters.sources`."""
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
-    repeated_requests: int = 0
-    """Requests that were answered from the corpus. No other total includes them."""
-    repeated_tokens: int = 0
-    """Output tokens of these."""
-    learned_tokens: int = 0
-    """Tokens of finished outputs that were passed to the drafter for learning."""
-    corpus: CorpusSize | None = None
+    drafted_by_source: Annotated[
+        dict[str, int],
+        Series("counter", "ssd:draft_tokens", "Draft tokens by the source that proposed them.", "source"),
+    ] = field(default_factory=dict)
+    """By the name of the source, see `engine.drafters.sources`."""
+    accepted_by_source: Annotated[
+        dict[str, int], Series("counter", "ssd:accepted_tokens", "Accepted draft tokens by source.", "source")
+    ] = field(default_factory=dict)
+    repeated_requests: Annotated[
+        int, Series("counter", "ssd:repeated_requests", "Requests answered from the corpus, not run.")
+    ] = 0
+    """No other total includes these requests."""
+    repeated_tokens: Annotated[
+        int, Series("counter", "ssd:repeated_tokens", "Output tokens of requests answered from the corpus.")
+    ] = 0
+    learned_tokens: Annotated[
+        int, Series("counter", "ssd:learned_tokens", "Output tokens passed to the drafter to remember.")
+    ] = 0
+    corpus: Annotated[CorpusSize | None, Series("gauge", "ssd:corpus_tokens", "Tokens in the corpus.")] = None
     """None if the drafter has no corpus or keeps it in another process."""
-    drafter_failures: int = 0
-    """Number of failed calls of the drafter, and of its drafts that could not be verified."""
-    is_drafter_off: bool = False
-    """Whether the drafter is not called any more after repeated failures."""
-    is_connected: bool | None = None
-    """Whether the remote drafter is connected; None without one."""
-    kv_usage: float = 0.0
-    """Fraction of the KV cache's pages in use, 0 to 1."""
+    drafter_failures: Annotated[
+        int, Series("counter", "ssd:drafter_failures", "Failed calls of the drafter, and its invalid drafts.")
+    ] = 0
+    is_drafter_off: Annotated[
+        bool, Series("gauge", "ssd:drafter_off", "1 if the drafter is switched off after repeated failures.")
+    ] = False
+    is_connected: Annotated[
+        bool | None,
+        Series("gauge", "ssd:drafter_connected", "1 if the remote drafter was connected after the last step, else 0."),
+    ] = None
+    """None without a remote drafter."""
+    kv_usage: Annotated[
+        float, Series("gauge", "vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use, 1 for all.")
+    ] = 0.0
 
 
 Command = SubmitRequest | CancelRequest | UpdateWeights | Shutdown

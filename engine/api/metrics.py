@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.api.messages import EngineStats, RequestTimes
+from engine.api.messages import CorpusSize, EngineStats, RequestTimes
 from engine.api.outputs import Delta
 from engine.scheduling.request import Completion, FinishReason, Request
 
@@ -116,74 +117,29 @@ class EngineCollector(Collector):
         """stats: returns the latest statistics."""
         self._labels = (model, ENGINE)
         self._stats = stats
+        self._hints = get_type_hints(EngineStats, include_extras=True)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         stats = self._stats()
-        yield from self._gauges(stats)
-        yield from self._counters(stats)
-        yield self._labeled_counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens by position in the draft.",
-            "position",
-            {str(position): total for position, total in enumerate(stats.accepted_per_position)},
-        )
-        yield self._labeled_counter(
-            "ssd:draft_tokens", "Draft tokens by the source that proposed them.", "source", stats.drafted_by_source
-        )
-        yield self._labeled_counter(
-            "ssd:accepted_tokens", "Accepted draft tokens by source.", "source", stats.accepted_by_source
-        )
-        yield self._labeled_counter(
-            "ssd:skipped_steps",
-            "Engine steps in which a drafter of a combination was not called, because the others offered more.",
-            "drafter",
-            stats.skipped_steps,
-        )
+        for name, hint in self._hints.items():
+            value = getattr(stats, name)
+            for series in getattr(hint, "__metadata__", ()) if value is not None else ():
+                of_kind = GaugeMetricFamily if series.kind == "gauge" else CounterMetricFamily
+                family = of_kind(series.name, series.text, labels=[*LABELS, *filter(None, [series.label])])
+                for labels, number in _numbers(value):
+                    family.add_metric((*self._labels, *labels), number)
+                yield family
 
-    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        gauges = [
-            ("vllm:num_requests_running", "Running requests.", stats.running),
-            ("vllm:num_requests_waiting", "Waiting requests.", stats.waiting),
-            ("vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use, 1 for all.", stats.kv_usage),
-            ("ssd:drafter_off", "1 if the drafter is switched off after repeated failures.", int(stats.is_drafter_off)),
-        ]
-        if stats.corpus is not None:
-            gauges.append(("ssd:corpus_tokens", "Tokens in the corpus.", stats.corpus.tokens))
-        if stats.is_connected is not None:
-            text = "1 if the remote drafter was connected after the last step, else 0."
-            gauges.append(("ssd:drafter_connected", text, int(stats.is_connected)))
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
 
-    def _counters(self, stats: EngineStats) -> Iterator[Metric]:
-        for name, text, total in (
-            ("vllm:num_preemptions", "Requests whose pages were freed, to be computed again later.", stats.preemptions),
-            ("vllm:prompt_tokens", "Prompt tokens.", stats.prompt_tokens),
-            ("vllm:generation_tokens", "Output tokens.", stats.generated_tokens),
-            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prompt_tokens),
-            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.cached_tokens),
-            ("vllm:spec_decode_num_drafts", "Verified drafts.", stats.drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Verified draft tokens.", stats.drafted),
-            ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
-            ("ssd:engine_steps", "Engine steps.", stats.steps),
-            ("ssd:backoff_steps", "Engine steps without drafting, because it was not worthwhile.", stats.backoff_steps),
-            ("ssd:repeated_requests", "Requests answered from the corpus, not run.", stats.repeated_requests),
-            ("ssd:repeated_tokens", "Output tokens of requests answered from the corpus.", stats.repeated_tokens),
-            ("ssd:drafter_failures", "Failed calls of the drafter, and its invalid drafts.", stats.drafter_failures),
-            ("ssd:learned_tokens", "Output tokens passed to the drafter to remember.", stats.learned_tokens),
-        ):
-            counter = CounterMetricFamily(name, text, labels=LABELS)
-            counter.add_metric(self._labels, total)
-            yield counter
-
-    def _labeled_counter(self, name: str, text: str, label: str, totals: Mapping[str, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
-        for value, total in totals.items():
-            family.add_metric((*self._labels, value), total)
-        return family
+def _numbers(value: Any) -> list[tuple[tuple[str, ...], float]]:
+    """Return the numbers of a field of `EngineStats`, each with its labels."""
+    if isinstance(value, CorpusSize):
+        return [((), value.tokens)]
+    if isinstance(value, dict | tuple):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return [((str(key),), number) for key, number in pairs]
+    return [((), value)]
 
 
 def bucket_bounds(largest: int) -> list[float]:

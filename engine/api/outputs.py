@@ -1,10 +1,8 @@
-"""Stream the outputs of requests as pieces of text, merged over all requests of an HTTP request."""
+"""Outputs of requests as pieces of text."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +11,7 @@ import numpy as np
 from engine.api.messages import OutputEvent, RequestEnded, RequestRestarted, RequestTimes
 from engine.models.tokenizer import Detokenizer
 from engine.sampling.logprobs import Logprobs
-from engine.scheduling.request import Completion, Request
+from engine.scheduling.request import Completion
 
 NO_TOKENS = np.empty(0, np.uint32)
 
@@ -98,64 +96,13 @@ class OutputText:
         return [Piece(text, is_drafted)] if text else []
 
 
-Run = Callable[[Request], AsyncGenerator[OutputEvent, None]]
-"""Runs a request and yields its events, like `EngineProcess.run`."""
-
-
-async def stream_deltas(
-    run: Run,
-    requests: Sequence[Request],
-    text_of: Callable[[Request], OutputText],
-    on_end: Callable[[], None] = lambda: None,
-) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of all requests in the order in which they arrive. Closing the iterator cancels all requests.
-
-    `text_of` returns the text of an output that begins. `on_end` is called once per request when it stops running,
-    whether or not its deltas were read.
-
-    Raises UserError for a request that cannot run, and EngineGoneError.
-    """
-    deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
-    tasks = [
-        asyncio.create_task(_run_one(run, index, request, text_of, deltas)) for index, request in enumerate(requests)
-    ]
-    for task in tasks:
-        task.add_done_callback(lambda _: on_end())
-    try:
-        unfinished = len(tasks)
-        while unfinished:
-            delta = await deltas.get()
-            if isinstance(delta, BaseException):
-                raise delta
-            unfinished -= delta.completion is not None
-            yield delta
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _run_one(
-    run: Run,
-    index: int,
-    request: Request,
-    text_of: Callable[[Request], OutputText],
-    deltas: asyncio.Queue[Delta | BaseException],
-) -> None:
-    try:
-        text = text_of(request)
-        async with aclosing(run(request)) as events:
-            async for event in events:
-                if isinstance(event, RequestEnded):
-                    completion = event.completion
-                    pieces = text.feed(completion.content, 0) if completion.is_repeat else []
-                    pieces += text.finish(completion.text)
-                    deltas.put_nowait(Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times))
-                elif isinstance(event, RequestRestarted):
-                    text = text_of(request)
-                    deltas.put_nowait(Delta(index, [], NO_TOKENS, is_restarted=True))
-                else:
-                    pieces = text.feed(event.tokens[: event.visible], event.accepted)
-                    deltas.put_nowait(Delta(index, pieces, event.tokens, event.logprobs))
-    except Exception as problem:
-        deltas.put_nowait(problem)
+def delta_of(index: int, event: OutputEvent, text: OutputText) -> Delta:
+    """Return what an event adds to the output of a request; text: that of its output so far, which grows."""
+    if isinstance(event, RequestRestarted):
+        return Delta(index, [], NO_TOKENS, is_restarted=True)
+    if isinstance(event, RequestEnded):
+        completion = event.completion
+        pieces = text.feed(completion.content, 0) if completion.is_repeat else []
+        pieces += text.finish(completion.text)
+        return Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times)
+    return Delta(index, text.feed(event.tokens[: event.visible], event.accepted), event.tokens, event.logprobs)

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -21,15 +21,17 @@ from engine.sampling.logprobs import Logprobs
 from engine.scheduling.draft_usage import draft_usage
 from engine.scheduling.request import Completion, Request
 
+B = TypeVar("B", bound=SamplingFields)
 
-class ResponseFormat(ABC):
+
+class ResponseFormat(ABC, Generic[B]):
     """Reads one request to an endpoint, and builds the JSON of its response, of which it keeps the state."""
 
     id_prefix: str
     object_name: str
     chunk_name: str
 
-    def __init__(self, service: Service, body: SamplingFields) -> None:
+    def __init__(self, service: Service, body: B) -> None:
         self.requests: Sequence[Request] = ()
         """`n` requests per prompt, in the order of the prompts; set when they begin to run."""
         self.completions: dict[int, Completion] = {}

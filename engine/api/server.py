@@ -6,7 +6,6 @@ The HTTP process does not import PyTorch.
 from __future__ import annotations
 
 import asyncio
-import errno
 import signal
 import socket
 import sys
@@ -27,7 +26,7 @@ from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
 from engine.api.errors import ApiError, error_response
 from engine.api.middleware import REQUEST_ID
-from engine.api.service import Admission, ServedModel, Service
+from engine.api.service import ServedModel, Service
 from engine.api.tool_formats import FORMATS, ToolFormat, recognize
 from engine.commands.options import EngineOptions, ServerConfig
 from engine.models.folders import load_generation_defaults
@@ -39,13 +38,10 @@ if TYPE_CHECKING:
 
 DRAIN_S = 30
 """Seconds to wait for running requests after a signal to stop; a second signal aborts them. Kubernetes' default."""
+BACKLOG = 2048
+"""Length of the queue of connections that are not accepted yet: uvicorn's default."""
 ABORT_S = 1.0
 """Longest time for aborted requests to report the engine's end to their clients."""
-BIND_ADVICE = {
-    errno.EADDRINUSE: "the port is in use; give another --port, or 0 for a free one",
-    errno.EADDRNOTAVAIL: "this machine does not have that address; give one of its own as --host, or 0.0.0.0 for all",
-    errno.EACCES: "this user may not listen on that port; give a --port of 1024 or more",
-}
 
 
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
@@ -56,7 +52,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         raise UserError(f"--lora {name}: the model has this name; give the adapter or the model (--name) another one")
     if config.answer_repeats and {"ssd", "classic"}.isdisjoint(options.drafters):
         raise UserError("--answer-repeats needs the corpus of --drafter ssd in this process; choose ssd or ssd+OTHER")
-    folder = options.model
+    folder = options.folder
     keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
     form = find_tool_format(folder, config.tool_call_parser)
     shown = () if form is None else form.markers
@@ -79,8 +75,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
     notify(f"loading {name} ...; requests to {_url_of(bound)} are answered with status 503 until then")
     try:
         ready = await engine.start()
-        admission = Admission(options.config.max_sequences + config.max_waiting)
-        with closing(Service(engine, ready, served, admission)) as service:
+        with closing(Service(engine, ready, served, options.max_sequences + config.max_waiting)) as service:
             loading.loaded = create_app(
                 service, keys=keys, max_body_bytes=config.max_body_bytes, version=own_version(),
                 allow_weight_updates=config.allow_weight_updates,
@@ -128,7 +123,7 @@ def build_engine_from(options: EngineOptions, shown: tuple[str, ...]) -> Engine:
     with watched_compilation(ProgressLines(notify), ENGINE_WORK):
         from engine.commands.launch import launch, load  # Imports PyTorch.
 
-        engine = launch(load(options), Tokenizer(options.model, shown), options, warn, notify)
+        engine = launch(load(options), Tokenizer(options.folder, shown), options, warn, notify)
     engine.prepare_grammars()
     return engine
 
@@ -154,8 +149,8 @@ def bind(host: str, port: int) -> socket.socket:
         bound.listen()
     except OSError as problem:
         bound.close()
-        advice = BIND_ADVICE.get(problem.errno or 0, problem.strerror)
-        raise UserError(f"cannot listen on {host}:{port}: {advice}") from None
+        advice = "give another --port, 0 for a free one, or another --host, 0.0.0.0 for all addresses"
+        raise UserError(f"cannot listen on {host}:{port}: {problem.strerror}; {advice}") from None
     return bound
 
 
@@ -195,7 +190,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 def _uvicorn_server(app: ASGIApp) -> uvicorn.Server:
     settings = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S, server_header=False,
-        lifespan="off",
+        lifespan="off", backlog=1,
     )  # fmt: skip
     return _UvicornServer(settings)
 
@@ -218,7 +213,17 @@ def _stop_on_signals(server: uvicorn.Server, notify: Callable[[str], None]) -> N
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn server that leaves signal handling to the event loop."""
+    """uvicorn server that leaves signal handling to the event loop, and survives a lack of descriptors.
+
+    Without free descriptors asyncio makes, logs and repeats as many attempts to accept as uvicorn's `backlog`, and each
+    repetition multiplies them. So that is 1, and the queue of the sockets is made longer afterwards.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

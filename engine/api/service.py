@@ -17,11 +17,11 @@ from engine.api.errors import ApiError
 from engine.api.grammar_checker import GrammarChecker
 from engine.api.messages import EngineReady
 from engine.api.metrics import EngineCollector, Metrics
-from engine.api.outputs import Run
 from engine.api.repeats import request_id_of
 from engine.api.schemas import SamplingFields
 from engine.api.tool_formats import ToolFormat
 from engine.models.tokenizer import ChatPrompts, Tokenizer
+from engine.sampling.grammar import Grammar
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request, SamplingParams, parse_drafters, sample_seed
 
@@ -59,38 +59,16 @@ class ServedModel:
     """Whether repeated requests are answered from the corpus, see `engine.api.repeats`."""
 
 
-class Admission:
-    """Limits the number of running and waiting requests; more are refused immediately.
-
-    Finished requests whose response is still being sent do not count. Use it from a single event loop.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.admitted = 0
-
-    def admit(self, requests: int) -> None:
-        """Add requests. Raises ApiError: 429 if they exceed the limit now, 400 if they always would."""
-        if requests > self.limit:
-            raise ApiError(
-                400, f"n: that is {requests} outputs, and the server takes {self.limit} at a time", param="n"
-            )
-        if self.admitted + requests > self.limit:
-            raise ApiError(429, f"the server has {self.admitted} requests and takes {self.limit}; try again later")
-        self.admitted += requests
-
-    def release(self) -> None:
-        """Remove one request that has ended."""
-        self.admitted -= 1
-
-
 class Service:
     """State and operations that the routes share."""
 
-    def __init__(self, engine: EngineProcess, ready: EngineReady, served: ServedModel, admission: Admission) -> None:
+    def __init__(self, engine: EngineProcess, ready: EngineReady, served: ServedModel, max_requests: int) -> None:
+        """max_requests: largest number of running and waiting requests; more are refused immediately."""
         self.engine = engine
         self.served = served
-        self.admission = admission
+        self._max_requests = max_requests
+        self._checking = 0
+        """Number of requests whose grammars are being checked."""
         collector = EngineCollector(served.name, lambda: engine.stats)
         self.metrics = Metrics(served.name, collector, max_tokens=ready.window.tokens)
         self._grammars = GrammarChecker(GrammarCompiler(served.tokenizer, ready.vocab_size, ready.end_tokens))
@@ -124,10 +102,26 @@ class Service:
         header = {"model": self.served.name, "drafter": self.served.drafter, "time": time.monotonic()}
         return header | asdict(self.engine.stats)
 
-    @property
-    def run(self) -> Run:
-        """The function that runs a request."""
-        return partial(self._grammars.run, self.engine.run)
+    async def check_grammar(self, grammar: Grammar | None, requests: int) -> None:
+        """Raise UserError for a grammar that cannot be used. requests: number of those that wait for the check."""
+        if grammar is None:
+            return
+        self._checking += requests
+        try:
+            await self._grammars.check(grammar)
+        finally:
+            self._checking -= requests
+
+    def admit(self, requests: int) -> None:
+        """Raise ApiError: 400 if this many requests can never be admitted, 429 if there is no room now.
+
+        Finished requests whose response is still being sent do not count.
+        """
+        most, present = self._max_requests, self.engine.open_requests + self._checking
+        if requests > most:
+            raise ApiError(400, f"n: that is {requests} outputs, and the server takes {most} at a time", param="n")
+        if present + requests > most:
+            raise ApiError(429, f"the server has {present} requests and takes {most}; try again later")
 
     def check_model(self, name: str) -> None:
         """Raise ApiError for a model that is not served."""

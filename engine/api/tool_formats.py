@@ -9,11 +9,12 @@ import json
 import re
 import secrets
 import string
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.api.tool_reader import Call, Content, Event, Reader, Steps
+from engine.api.tool_reader import Call, Reader, Steps
 from engine.sampling.grammar import JSON_STYLE, Grammar
 from ssd.errors import UserError
 
@@ -25,13 +26,14 @@ PYTHON_TAG = "<|python_tag|>"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 NAME_END = "<｜tool▁sep｜>"
-"""Tokens of DeepSeek models."""
+DEEPSEEK_MARKERS = (CALLS_BEGIN, CALL_BEGIN, NAME_END, CALL_END, CALLS_END)
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
 """Mistral's chat templates accept only ids of nine letters and digits. Two ids are equal with probability 1e-16."""
 
 
-class ToolFormat(ABC):
+@dataclass(frozen=True)
+class ToolFormat:
     """One format: how its calls are written and read.
 
     Calls are written as `opening`, for each call `before_arguments`, the arguments as JSON and `after_arguments`, with
@@ -40,146 +42,130 @@ class ToolFormat(ABC):
 
     name: str
     """Value of --tool-call-parser."""
-    markers: tuple[str, ...] = ()
+    markers: tuple[str, ...]
     """Texts that are single tokens in the vocabularies of these models."""
-    opening = ""
+    read_calls: Callable[[Reader], Steps[None]]
+    """Reads calls after the first marker. Raises MalformedCallError."""
     before_arguments: str
     """Text in which NAME stands for the name of the tool."""
     after_arguments: str
     separator: str
-    closing = ""
+    opening: str = ""
+    closing: str = ""
     template_has: tuple[str, ...] = ()
     """Texts in chat templates, in Jinja, that write calls in this format."""
     template_lacks: tuple[str, ...] = ()
-    """Texts by which the templates of other formats that have them, too, are known."""
+    """Texts that exclude a template: they occur only in templates of other formats that also contain `template_has`."""
+    only_at_start: bool = False
+    """Whether calls are read only from the start of an output, with or without the first marker."""
 
     def read(self, reader: Reader) -> Steps[None]:
-        """Read a whole output. By default, calls begin with the first marker."""
+        """Read a whole output."""
+        if self.only_at_start:
+            if (yield from reader.next_is(self.markers[0])) or (yield from reader.sees("{")):
+                yield from reader.attempt(self.read_calls(reader))
+            yield from reader.content_until(None)
+            return
         while (yield from reader.content_until(self.markers[0])):
             yield from reader.attempt(self.read_calls(reader))
 
-    @abstractmethod
-    def read_calls(self, reader: Reader) -> Steps[None]:
-        """Read calls after the first marker. Raises MalformedCallError."""
+
+def _read_hermes(reader: Reader) -> Steps[None]:
+    yield from reader.call()
+    yield from reader.close("</tool_call>")
 
 
-class Hermes(ToolFormat):
-    """Format of Hermes 2 and 3, Qwen 2.5, Qwen 3, MiMo."""
-
-    name = "hermes"
-    markers = ("<tool_call>", "</tool_call>")
-    before_arguments = '<tool_call>\n{"name": "NAME", "arguments": '
-    after_arguments = "}\n</tool_call>"
-    separator = "\n"
-    template_has = ("<tool_call>",)
-    template_lacks = ("<function=", "<arg_key>")  # their arguments are no JSON
-
-    def read_calls(self, reader: Reader) -> Steps[None]:
-        """See `ToolFormat.read_calls`."""
+def _read_llama(reader: Reader) -> Steps[None]:
+    """Read calls between which the models write semicolons or newlines."""
+    yield from reader.call()
+    while (yield from reader.next_is(";")) or (yield from reader.sees("{")):
         yield from reader.call()
-        yield from reader.close("</tool_call>")
 
 
-class Llama3Json(ToolFormat):
-    """Format of Llama 3.1, 3.2 and 3.3. Calls are read only from the start of an output.
-
-    The models separate calls by semicolons or newlines.
-    """
-
-    name = "llama3_json"
-    markers = (PYTHON_TAG,)
-    before_arguments = '{"name": "NAME", "parameters": '
-    after_arguments = "}"
-    separator = "; "
-    template_has = ("ipython", '"parameters": ')
-
-    def read(self, reader: Reader) -> Steps[None]:
-        """See `ToolFormat.read`."""
-        if (yield from reader.next_is(PYTHON_TAG)) or (yield from reader.sees("{")):
-            yield from reader.attempt(self.read_calls(reader))
-        yield from reader.content_until(None)
-
-    def read_calls(self, reader: Reader) -> Steps[None]:
-        """See `ToolFormat.read_calls`."""
+def _read_mistral(reader: Reader) -> Steps[None]:
+    yield from reader.expect("[")
+    yield from reader.call()
+    while (yield from reader.next_is(",")):
         yield from reader.call()
-        while (yield from reader.next_is(";")) or (yield from reader.sees("{")):
-            yield from reader.call()
+    yield from reader.close("]")
 
 
-class Mistral(ToolFormat):
-    """Format of Mistral 7B v0.3, Mixtral 8x22B, Mistral Nemo, Ministral 8B, Mistral Small 2409 and 2501."""
-
-    name = "mistral"
-    markers = ("[TOOL_CALLS]",)
-    opening = "[TOOL_CALLS]["
-    before_arguments = '{"name": "NAME", "arguments": '
-    after_arguments = "}"
-    separator = ", "
-    closing = "]"
-    template_has = ("[TOOL_CALLS]",)
-    template_lacks = ("[ARGS]",)  # of later versions, which write no list
-
-    def read_calls(self, reader: Reader) -> Steps[None]:
-        """See `ToolFormat.read_calls`."""
-        yield from reader.expect("[")
-        yield from reader.call()
-        while (yield from reader.next_is(",")):
-            yield from reader.call()
-        yield from reader.close("]")
+def _read_deepseek(reader: Reader, *, before_name: Sequence[str] = (), name_end: str, fence: str = "") -> Steps[None]:
+    """Read calls whose name is written before the arguments, which stand in a Markdown block if there is a `fence`."""
+    yield from reader.expect(CALL_BEGIN)
+    while True:
+        yield from reader.expect(*before_name)
+        name = yield from reader.name_until(name_end)
+        yield from reader.expect(*([fence + "json"] if fence else []))
+        yield from reader.arguments_of(name)
+        yield from reader.close(*([fence] if fence else []), CALL_END, CALLS_END)
+        if not (yield from reader.next_is(CALL_BEGIN)):
+            return
 
 
-class DeepSeekV3(ToolFormat):
-    """Format of DeepSeek-V3 and R1."""
-
-    name = "deepseek_v3"
-    markers = (CALLS_BEGIN, CALL_BEGIN, NAME_END, CALL_END, CALLS_END)
-    opening = CALLS_BEGIN
-    before_arguments = f"{CALL_BEGIN}function{NAME_END}NAME\n```json\n"
-    after_arguments = f"\n```{CALL_END}"
-    separator = "\n"
-    closing = CALLS_END
-    template_has = (CALLS_BEGIN, "```json")
-
-    def read_calls(self, reader: Reader) -> Steps[None]:
-        """See `ToolFormat.read_calls`."""
-        yield from reader.expect(CALL_BEGIN)
-        while True:
-            yield from reader.expect("function", NAME_END)
-            name = yield from reader.name_until("\n")
-            yield from reader.expect("```json")
-            yield from reader.arguments_of(name)
-            yield from reader.close("```", CALL_END, CALLS_END)
-            if not (yield from reader.next_is(CALL_BEGIN)):
-                return
-
-
-class DeepSeekV31(ToolFormat):
-    """Format of DeepSeek-V3.1."""
-
-    name = "deepseek_v31"
-    markers = DeepSeekV3.markers
-    opening = CALLS_BEGIN
-    before_arguments = f"{CALL_BEGIN}NAME{NAME_END}"
-    after_arguments = CALL_END
-    separator = ""
-    closing = CALLS_END
-    template_has = (CALLS_BEGIN,)
-    template_lacks = ("```json",)
-
-    def read_calls(self, reader: Reader) -> Steps[None]:
-        """See `ToolFormat.read_calls`."""
-        yield from reader.expect(CALL_BEGIN)
-        while True:
-            name = yield from reader.name_until(NAME_END)
-            yield from reader.arguments_of(name)
-            yield from reader.close(CALL_END, CALLS_END)
-            if not (yield from reader.next_is(CALL_BEGIN)):
-                return
-
-
-FORMATS: dict[str, ToolFormat] = {
-    known.name: known for known in (Hermes(), Llama3Json(), Mistral(), DeepSeekV3(), DeepSeekV31())
-}
+KNOWN = (
+    # Hermes 2 and 3, Qwen 2.5, Qwen 3, MiMo.
+    ToolFormat(
+        name="hermes",
+        markers=("<tool_call>", "</tool_call>"),
+        read_calls=_read_hermes,
+        before_arguments='<tool_call>\n{"name": "NAME", "arguments": ',
+        after_arguments="}\n</tool_call>",
+        separator="\n",
+        template_has=("<tool_call>",),
+        template_lacks=("<function=", "<arg_key>"),  # Their arguments are no JSON.
+    ),
+    # Llama 3.1, 3.2 and 3.3.
+    ToolFormat(
+        name="llama3_json",
+        markers=(PYTHON_TAG,),
+        read_calls=_read_llama,
+        before_arguments='{"name": "NAME", "parameters": ',
+        after_arguments="}",
+        separator="; ",
+        template_has=("ipython", '"parameters": '),
+        only_at_start=True,
+    ),
+    # Mistral 7B v0.3, Mixtral 8x22B, Mistral Nemo, Ministral 8B, Mistral Small 2409 and 2501.
+    ToolFormat(
+        name="mistral",
+        markers=("[TOOL_CALLS]",),
+        read_calls=_read_mistral,
+        before_arguments='{"name": "NAME", "arguments": ',
+        after_arguments="}",
+        separator=", ",
+        opening="[TOOL_CALLS][",
+        closing="]",
+        template_has=("[TOOL_CALLS]",),
+        template_lacks=("[ARGS]",),  # Of later versions, which write no list.
+    ),
+    # DeepSeek-V3 and R1.
+    ToolFormat(
+        name="deepseek_v3",
+        markers=DEEPSEEK_MARKERS,
+        read_calls=partial(_read_deepseek, before_name=("function", NAME_END), name_end="\n", fence="```"),
+        before_arguments=f"{CALL_BEGIN}function{NAME_END}NAME\n```json\n",
+        after_arguments=f"\n```{CALL_END}",
+        separator="\n",
+        opening=CALLS_BEGIN,
+        closing=CALLS_END,
+        template_has=(CALLS_BEGIN, "```json"),
+    ),
+    # DeepSeek-V3.1.
+    ToolFormat(
+        name="deepseek_v31",
+        markers=DEEPSEEK_MARKERS,
+        read_calls=partial(_read_deepseek, name_end=NAME_END),
+        before_arguments=f"{CALL_BEGIN}NAME{NAME_END}",
+        after_arguments=CALL_END,
+        separator="",
+        opening=CALLS_BEGIN,
+        closing=CALLS_END,
+        template_has=(CALLS_BEGIN,),
+        template_lacks=("```json",),
+    ),
+)
+FORMATS = {known.name: known for known in KNOWN}
 """Formats by name."""
 
 
@@ -194,39 +180,15 @@ def recognize(template: str) -> ToolFormat | None:
     return found[0] if len(found) == 1 else None
 
 
-class ToolParser:
-    """Reads the calls of one output."""
+class CallOutput:
+    """Reads the content and the tool calls of one output."""
 
     def __init__(self, form: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
         """names: names of the tools. Calls of other names are content, and so are calls after the first `max_calls`."""
-        self._reader = Reader(names, max_calls)
-        self._steps = form.read(self._reader)
-
-    def feed(self, text: str) -> list[Event]:
-        """Append text and return the events that are certain."""
-        self._reader.add(text)
-        next(self._steps)
-        return self._taken()
-
-    def finish(self) -> list[Event]:
-        """Return the remaining events, after the end of the output."""
-        self._reader.has_ended = True
-        for _ in self._steps:
-            raise AssertionError("a format waits for text after the end")
-        return self._taken()
-
-    def _taken(self) -> list[Event]:
-        events, self._reader.events = self._reader.events, []
-        return events
-
-
-class CallOutput:
-    """Content and tool calls of one output."""
-
-    def __init__(self, parser: ToolParser) -> None:
-        self._parser = parser
         self.calls: list[dict[str, Any]] = []
         """Calls that were read."""
+        self._reader = Reader(names, max_calls)
+        self._steps = form.read(self._reader)
 
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """Add text, and return `content` and `tool_calls` of a chunk; {} if nothing is certain yet.
@@ -246,9 +208,11 @@ class CallOutput:
 
     def _add(self, text: str, is_last: bool) -> str:
         """Add text, append the calls that are complete, and return the new content."""
-        events = self._parser.feed(text) + (self._parser.finish() if is_last else [])
-        self.calls += [_as_sent(event) for event in events if isinstance(event, Call)]
-        return "".join(event.text for event in events if isinstance(event, Content))
+        reader = self._reader
+        reader.add(text, is_last=is_last)
+        next(self._steps, None)
+        self.calls += [_as_sent(call) for call in reader.calls[len(self.calls) :]]
+        return reader.take_content()
 
 
 def _as_sent(call: Call) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Read tool calls from an output while it arrives.
 
 A format reads an output with a generator that yields wherever it needs more text, so that its code can be that of a
-parser of the whole text. The result is a list of events, which does not depend on how the text was divided.
+parser of the whole text. Content and calls do not depend on how the text was divided.
 
 No text is lost: text that turns out not to be a call becomes content.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Generator
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -25,18 +24,13 @@ MAX_NAME = 100
 MEMBER = re.compile(r'[ \t\r\n]*[{,][ \t\r\n]*"([^"\\]*)"[ \t\r\n]*:[ \t\r\n]*')
 """Matches the text before the value of a JSON object's member. Keys of calls need no escapes."""
 SPACE = re.compile(r"\s*")
+OUTSIDE_STRINGS = re.compile(r'[^"{}\[\]]+|["{}\[\]]')
+IN_STRING = re.compile(r'(?:[^"\\]|\\.)+|"', re.DOTALL)
+"""Match the next part of a JSON object, whose syntax they do not check. No match: more text is needed."""
 END_OF_MEMBERS = re.compile(r"[ \t\r\n]*\}")
 
 
-@dataclass(frozen=True)
-class Content:
-    """Text outside of calls."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A complete call."""
 
     name: str
@@ -44,23 +38,23 @@ class Call:
     """A JSON object, as the model wrote it."""
 
 
-Event = Content | Call
-
-
 class MalformedCallError(Exception):
     """Raised where the text does not continue as a call."""
 
 
 class Reader:
-    """The text of an output, and the events that were read from it.
+    """The text of an output, and the content and calls that were read from it.
 
-    Formats use its methods that return `Steps`. White space around calls belongs to no event.
+    Formats use its methods that return `Steps`. White space around calls is dropped.
     """
 
     def __init__(self, names: Collection[str], max_calls: int | None = None) -> None:
         """names: names of the tools. Other calls are malformed, and so are calls after the first `max_calls`."""
-        self.events: list[Event] = []
-        self.has_ended = False
+        self.calls: list[Call] = []
+        """Calls that were read."""
+        self._content = ""
+        """Text outside of calls that was not taken yet."""
+        self._has_ended = False
         """Whether no more text follows."""
         self._names = names
         self._max_calls = max_calls
@@ -68,14 +62,18 @@ class Reader:
         self._position = 0
         """Index of the character to read next."""
         self._mark = 0
-        """Index of the first character that belongs to no event."""
-        self._calls = 0
-        """Number of calls that were read."""
+        """Index of the first character that is neither content nor part of a call yet."""
         self._follows_call = False
 
-    def add(self, text: str) -> None:
-        """Append text to the output."""
+    def add(self, text: str, *, is_last: bool) -> None:
+        """Append text to the output; is_last: no more follows."""
         self._text += text
+        self._has_ended = is_last
+
+    def take_content(self) -> str:
+        """Return the content since the last call of this method."""
+        content, self._content = self._content, ""
+        return content
 
     def content_until(self, marker: str | None) -> Steps[bool]:
         """Pass text on as content up to a marker, and read the marker. Return False at the end of the output.
@@ -89,7 +87,7 @@ class Reader:
                 self._pass_on(self._before_space(found))
                 self._position = found + len(marker)
                 return True
-            if self.has_ended:
+            if self._has_ended:
                 self._pass_on(len(self._text))
                 return False
             self._pass_on(self._certain_content(marker))
@@ -108,7 +106,7 @@ class Reader:
         """Read white space; return whether `literal` follows."""
         self._position = yield from self._after_space(self._position)
         while not self._text.startswith(literal, self._position):
-            if self.has_ended or not literal.startswith(self._text[self._position : self._position + len(literal)]):
+            if self._has_ended or not literal.startswith(self._text[self._position : self._position + len(literal)]):
                 return False
             yield
         return True
@@ -164,24 +162,30 @@ class Reader:
         """Read white space and a JSON object; return its text, which may be invalid. Raises MalformedCallError."""
         if not (yield from self.sees("{")):
             raise MalformedCallError
-        start = self._position
-        scanner = ObjectScanner(start)
-        while not scanner.has_ended(self._text):
-            yield from self._more()
-        self._position = scanner.position
-        return self._text[start : self._position]
+        start = end = self._position
+        depth, is_in_string = 0, False
+        while depth or end == start:
+            part = (IN_STRING if is_in_string else OUTSIDE_STRINGS).match(self._text, end)
+            if part is None:
+                yield from self._more()
+                continue
+            if not is_in_string:
+                depth += (part[0] in "{[") - (part[0] in "}]")
+            is_in_string ^= part[0] == '"'
+            end = part.end()
+        self._position = end
+        return self._text[start:end]
 
     def _complete(self, name: object, arguments: str) -> None:
-        if not isinstance(name, str) or name not in self._names or self._calls == self._max_calls:
+        if not isinstance(name, str) or name not in self._names or len(self.calls) == self._max_calls:
             raise MalformedCallError
-        self.events.append(Call(name, arguments))
-        self._calls += 1
+        self.calls.append(Call(name, arguments))
         self._follows_call = True
         self._mark = self._position
 
     def _pass_on(self, end: int) -> None:
         if end > self._mark:
-            self.events.append(Content(self._text[self._mark : end]))
+            self._content += self._text[self._mark : end]
             self._follows_call = False
         self._mark = self._position = end
 
@@ -203,47 +207,15 @@ class Reader:
             space = SPACE.match(self._text, start)
             assert space is not None
             start = space.end()
-            if start < len(self._text) or self.has_ended:
+            if start < len(self._text) or self._has_ended:
                 return start
             yield
 
     def _more(self) -> Steps[None]:
-        if self.has_ended:
+        if self._has_ended:
             self._position = len(self._text)
             raise MalformedCallError
         yield
-
-
-class ObjectScanner:
-    """Finds the end of a JSON object in a text that grows. Does not check the syntax."""
-
-    def __init__(self, start: int) -> None:
-        """start: index of the opening brace."""
-        self.position = start
-        """Index after the last character that was scanned."""
-        self._depth = 0
-        self._has_ended = False
-        self._is_in_string = False
-        self._is_escaped = False
-
-    def has_ended(self, text: str) -> bool:
-        """Scan the rest of the text up to the end of the object; return whether it was found."""
-        while not self._has_ended and self.position < len(text):
-            self._scan(text[self.position])
-            self.position += 1
-            self._has_ended = self._depth == 0
-        return self._has_ended
-
-    def _scan(self, character: str) -> None:
-        if self._is_in_string:
-            self._is_in_string = self._is_escaped or character != '"'
-            self._is_escaped = character == "\\" and not self._is_escaped
-        elif character == '"':
-            self._is_in_string = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]]:

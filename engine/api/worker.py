@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -122,20 +122,12 @@ class EngineTotals:
         return None if corpus is None else CorpusSize(corpus.tokens, corpus.capacity)
 
 
-@dataclass
-class _Phases:
-    """Times on the monotonic clock at which the phases of a request began."""
-
-    submitted: float
-    scheduled: float | None = None
-    first_token: float | None = None
-
-
 class RequestTimer:
     """Measures the phases of requests, by the engine's ids, on the monotonic clock."""
 
     def __init__(self) -> None:
-        self._phases: dict[int, _Phases] = {}
+        self._times: dict[int, list[float]] = {}
+        """When a request was submitted, was scheduled, and had its first token, as far as that has happened."""
         self._without_token: set[int] = set()
         """Requests that have not produced a token."""
         self._last_admission = 0
@@ -143,7 +135,7 @@ class RequestTimer:
 
     def request_started(self, sequence_id: int) -> None:
         """Record that a request was added to the engine."""
-        self._phases[sequence_id] = _Phases(time.monotonic())
+        self._times[sequence_id] = [time.monotonic()]
         self._without_token.add(sequence_id)
 
     def step_finished(self, began: float, state: np.ndarray, report: StepReport) -> None:
@@ -159,23 +151,19 @@ class RequestTimer:
         produced = self._without_token.intersection((*report.arrays.ids.tolist(), *report.finished))
         self._without_token -= produced
         for sequence_id in (*admitted, *produced):
-            phases = self._phases[sequence_id]
-            if phases.scheduled is None:
-                phases.scheduled = began
+            if len(self._times[sequence_id]) == 1:
+                self._times[sequence_id].append(began)
         for sequence_id in produced:
-            self._phases[sequence_id].first_token = self._last_step
+            self._times[sequence_id].append(self._last_step)
 
     def request_ended(self, sequence_id: int) -> RequestTimes | None:
         """Delete the record of a request, and return its times until the last step; None if it has no token."""
         self._without_token.discard(sequence_id)
-        phases = self._phases.pop(sequence_id)
-        if phases.scheduled is None or phases.first_token is None:
+        submitted, *later = self._times.pop(sequence_id)
+        if len(later) < 2:
             return None
-        return RequestTimes(
-            queue=phases.scheduled - phases.submitted,
-            prefill=phases.first_token - phases.scheduled,
-            decode=self._last_step - phases.first_token,
-        )
+        scheduled, first_token = later
+        return RequestTimes(scheduled - submitted, first_token - scheduled, self._last_step - first_token)
 
 
 def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:

@@ -7,9 +7,8 @@ from typing import Literal
 import torch
 
 from engine.attention.base import Attention
-from engine.attention.flashinfer import FlashInferAttention, FusedOps
+from engine.attention.flashinfer import FlashInferAttention, FusedOps, flashinfer, has_flashinfer
 from engine.attention.plain import LatentPlainAttention, PlainAttention
-from engine.executor.optional import flashinfer, has_flashinfer
 from engine.models.config import ModelConfig
 from engine.models.layers import PLAIN, Ops
 from ssd.errors import UserError

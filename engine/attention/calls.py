@@ -12,7 +12,6 @@ See flashinfer 0.7.2: `PrefillPlanImpl` in scheduler.cuh, `BatchPrefillWithPaged
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ Store = Callable[[Tensor, Tensor, Tensor], None]
 """Stores new keys and values, [N, kv_heads, d] each, in a layer's cache, which is the first argument."""
 WORKSPACE_BYTES = 128 << 20
 """FlashInfer's recommended workspace size for partial results of split keys. Plans of ragged steps split keys only
-until the device is full, so this suffices for any batch. For steps of fixed shapes see `chunks.workspaces`."""
+until the device is full, so this suffices for any batch. For steps of fixed shapes see `workspaces`."""
 FIELDS = 15
 """Length of a plan."""
 TILES, REQUESTS, CHUNKS, MERGED, FIRSTS, CHUNK_SIZE, VALID = 0, 4, 6, 7, 8, 9, 12
@@ -93,15 +92,25 @@ class PlannedWrapper:
     A plan is written to the wrapper's pinned memory and copied to the device; the next plan waits for that copy.
     """
 
-    def __init__(self, wrapper: Any, device: str) -> None:
+    def __init__(self, wrapper: Any, config: KernelConfig) -> None:
         self._wrapper = wrapper
-        self._copied = torch.cuda.Event() if torch.device(device).type == "cuda" else None
+        self._config = config
+        self._copied = torch.cuda.Event() if torch.device(config.device).type == "cuda" else None
 
-    def plan(self, *args: Any, **kwargs: Any) -> None:
-        """Plan a step; the arguments are those of the wrapper's `plan`."""
+    def plan(self, *arrays: Tensor, **options: Any) -> None:
+        """Plan a step. arrays, options: arguments of the wrapper's `plan` besides the sizes of heads and the dtypes."""
+        config = self._config
         if self._copied is not None:
             self._copied.synchronize()
-        self._wrapper.plan(*args, **kwargs)
+        self._wrapper.plan(
+            *arrays,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            q_data_type=config.dtype,
+            kv_data_type=config.dtype,
+            **options,
+        )
         if self._copied is not None:
             self._copied.record()
 
@@ -132,45 +141,33 @@ class CacheWriter:
         return store
 
 
-class Call(ABC):
-    """One kind of attention call. Calls run one after another on the same CUDA stream, so they share a workspace."""
+class PathCall:
+    """FA2 over paged keys, causal, for paths of any length.
 
-    @abstractmethod
+    Calls run one after another on the same CUDA stream, so they share a workspace.
+    """
+
     def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
         """library: the FlashInfer module."""
+        self._wrapper = PlannedWrapper(
+            library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"), config
+        )
+        self._config = config
 
-    @abstractmethod
     def prepare(self, segments: Sequence[Segment]) -> None:
         """Plan the attention of a step's segments."""
+        plan_paged(self._wrapper, self._config, segments, [segment.keys for segment in segments], causal=True)
 
-    @abstractmethod
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
         """Return the attention of the segments' rows in one layer, [N, heads, head_dim].
 
         query [N, heads, head_dim], new key and value [N, kv_heads, head_dim]: only the segments' rows. cache: the
         layer's cache, which already contains the new keys and values.
         """
-
-
-class PathCall(Call):
-    """FA2 over paged keys, causal, for paths of any length."""
-
-    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
-        self._wrapper = PlannedWrapper(
-            library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"), config.device
-        )
-        self._config = config
-
-    def prepare(self, segments: Sequence[Segment]) -> None:
-        """See `Call.prepare`."""
-        plan_paged(self._wrapper, self._config, segments, [segment.keys for segment in segments], causal=True)
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
-        """See `Call.run`."""
         return self._wrapper.run(query, cache, out=query.new_empty(query.shape))
 
 
-class TreeCall(Call):
+class TreeCall:
     """FA2 for trees: the context without a mask and the tree with a small one, merged by FlashInfer's kernel.
 
     Attention over all keys is the mean of the attention over each part, weighted by the parts' sums of exponentials
@@ -178,31 +175,23 @@ class TreeCall(Call):
     """
 
     def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
+        """See `PathCall`."""
         paged = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         ragged = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        self._contexts, self._trees = PlannedWrapper(paged, config.device), PlannedWrapper(ragged, config.device)
+        self._contexts, self._trees = PlannedWrapper(paged, config), PlannedWrapper(ragged, config)
         self._merge = library.merge_state
         self._config = config
 
     def prepare(self, segments: Sequence[Segment]) -> None:
-        """See `Call.prepare`."""
-        config = self._config
-        plan_paged(self._contexts, config, segments, [segment.context for segment in segments])
+        """See `PathCall.prepare`."""
+        plan_paged(self._contexts, self._config, segments, [segment.context for segment in segments])
         rows = torch.from_numpy(layout.indptr([segment.length for segment in segments]))
-        self._trees.plan(
-            rows,
-            rows,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            custom_mask=on_device(layout.flat_masks(segments), torch.device(config.device)),
-            q_data_type=config.dtype,
-            kv_data_type=config.dtype,
-            disable_split_kv=True,  # a token might attend to no key of some part
-        )
+        mask = on_device(layout.flat_masks(segments), torch.device(self._config.device))
+        # In parts, a token might attend to no key of some part.
+        self._trees.plan(rows, rows, custom_mask=mask, disable_split_kv=True)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        """See `Call.run`."""
+        """See `PathCall.run`."""
         context = self._contexts.run(query, cache, return_lse=True)
         tree = self._trees.run(query, key, value, return_lse=True)
         attended: Tensor = self._merge(*context, *tree)[0]
@@ -220,12 +209,7 @@ def plan_paged(
         # This array is large and not read on the CPU.
         on_device(indices, torch.device(config.device)),
         torch.from_numpy(last),
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.page_size,
-        q_data_type=config.dtype,
-        kv_data_type=config.dtype,
+        page_size=config.page_size,
         **options,
     )
 

@@ -7,6 +7,8 @@ a CUDA graph the true lengths and page tables, which are on the device, replace 
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,6 @@ from engine.attention.base import Attention, FixedAttention, RaggedRows, StepSha
 from engine.attention.calls import (
     WORKSPACE_BYTES,
     CacheWriter,
-    Call,
     Chunks,
     KernelConfig,
     PagedCache,
@@ -29,13 +30,30 @@ from engine.attention.calls import (
 )
 from engine.attention.layout import indptr, last_page_lengths, rows_of, segments_of
 from engine.executor.batch import Batch
-from engine.executor.optional import flashinfer
 from engine.executor.transfer import on_device, staged
 from engine.models.config import ModelConfig
 from engine.models.layers import Attend, Ops, Rotation
+from ssd.errors import missing_extra
 
 SMALL_TILE = 16
 """Number of query heads in FA2's smallest tile."""
+
+
+def has_flashinfer() -> bool:
+    """Return whether FlashInfer is installed, whether or not a device can run it."""
+    return find_spec("flashinfer") is not None
+
+
+@cache
+def flashinfer() -> Any:
+    """Import and return FlashInfer. Raises UserError if that fails."""
+    try:
+        import flashinfer
+    except (ImportError, OSError) as problem:
+        raise missing_extra(
+            f"FlashInfer cannot be imported ({problem}); give --attention plain or install FlashInfer", "gpu"
+        ) from None
+    return flashinfer
 
 
 class FlashInferAttention(Attention):
@@ -49,14 +67,14 @@ class FlashInferAttention(Attention):
             config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, str(device)
         )
         self._workspace = self._bytes(WORKSPACE_BYTES)
-        self._calls: dict[type[Call], Call] = {}
+        self._calls: dict[type, PathCall | TreeCall] = {}
         self._writer = CacheWriter(self._library, self._cache)
 
     def begin(self, batch: Batch) -> Attend:
         """See `Attention.begin`."""
         device = torch.device(self._config.device)
         store = self._writer.at(on_device(batch.slots.astype(np.int32), device))
-        prepared: list[tuple[slice | Tensor, Call]] = []
+        prepared: list[tuple[slice | Tensor, PathCall | TreeCall]] = []
         # One call handles all paths, so that a step with prompts is planned once.
         all_segments = segments_of(batch)
         for kind, is_tree in ((PathCall, False), (TreeCall, True)):
@@ -97,7 +115,7 @@ class FlashInferAttention(Attention):
     def _bytes(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self._config.device)
 
-    def _call(self, kind: type[Call]) -> Call:
+    def _call(self, kind: type[PathCall | TreeCall]) -> PathCall | TreeCall:
         """Return the call of a kind; created on first use, because each call allocates memory."""
         if kind not in self._calls:
             self._calls[kind] = kind(self._library, self._config, self._workspace)
@@ -117,7 +135,7 @@ class FlashInferFixed(FixedAttention):
         step: StepShape,
     ) -> None:
         """floats: workspace shared with other calls. integers: workspace of this wrapper only; for sizes see
-        `chunks.workspaces`.
+        `calls.workspaces`.
 
         No sequence may own the cache's last page.
         """
@@ -151,7 +169,7 @@ class FlashInferFixed(FixedAttention):
         # The wrapper's default workspace would take 8 MiB on the device and 8 MiB of pinned memory for each shape.
         self._integers = integers
         self._wrapper.reset_workspace_buffer(floats, integers)
-        self._planned = PlannedWrapper(self._wrapper, config.device)
+        self._planned = PlannedWrapper(self._wrapper, config)
 
     def plan(self, contexts: np.ndarray, rows: np.ndarray) -> None:
         """See `FixedAttention.plan`."""
@@ -167,13 +185,8 @@ class FlashInferFixed(FixedAttention):
             staged(indptr(pages), self._device),
             self._no_indices,
             staged(last_page_lengths(lengths, pages, config.page_size), self._device),
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            config.page_size,
+            page_size=config.page_size,
             causal=True,
-            q_data_type=config.dtype,
-            kv_data_type=config.dtype,
         )
 
     def begin(self, rows: RaggedRows) -> Attend:

@@ -43,10 +43,10 @@ def run_generate(
     texts: prompts. sampling: parameters of the first one; each further prompt has the next seed.
     """
     prompts = read_prompts(texts, options.path)
-    tokenizer = Tokenizer(engine_options.model)
+    tokenizer = Tokenizer(engine_options.folder)
     requests = _requests(prompts, tokenizer, options, engine_options, sampling)
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {escape(engine_options.model.name)} ..."):
+    with console.status(f"loading {escape(engine_options.folder.name)} ..."):
         engine = launch(
             load(engine_options),
             tokenizer,
@@ -104,7 +104,7 @@ def _requests(
 ) -> list[Request]:
     """Return a request per sample of each prompt. Repeated prompts have different seeds."""
     requests = []
-    chat = load_chat(engine.model, tokenizer) if options.chat else None
+    chat = load_chat(engine.folder, tokenizer) if options.chat else None
     for index, prompt in enumerate(prompts):
         seed = sampling.seed + index
         with _prefix_errors(index + 1):

@@ -46,15 +46,15 @@ def load(options: EngineOptions) -> Decoder:
             check_address(options.address)
     drafter_config = configure(options.drafter, DrafterConfig(), options.drafter_options)
     for kind in parse_kinds(options.drafter):
-        check_kind(kind, drafter_config, options.draft_models.get(kind), options.model)
+        check_kind(kind, drafter_config, options.draft_folders.get(kind), options.folder)
     count = options.tensor_parallel
     if count > 1:
         _refuse_divided(options, count)
         if not options.threads:
             torch.set_num_threads(max(1, len(usable_processors()) // count))
-        return load_ranks(options.model, count, dtype=dtype, device=device, threads=torch.get_num_threads())
-    check_adapters(options.loras, load_config(options.model))
-    return pack(load_model(options.model, dtype=dtype, device=device))
+        return load_ranks(options.folder, count, dtype=dtype, device=device, threads=torch.get_num_threads())
+    check_adapters(options.loras, load_config(options.folder))
+    return pack(load_model(options.folder, dtype=dtype, device=device))
 
 
 def _refuse_divided(options: EngineOptions, count: int) -> None:
@@ -111,28 +111,29 @@ def launch(
     config = options.config
     may_draft = options.drafter != "none" and config.max_draft > 0
     drafter_config = DrafterConfig(draft_shape=config.draft_shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
-    if (quantization := load_quantization(options.model)) is not None:
+    if (quantization := load_quantization(options.folder)) is not None:
         for notice in quantization.notices:
             warn(notice)
-    target = TargetInfo.from_model(model, config, options.model)
+    target = TargetInfo.from_model(model, config, options.folder)
     if isinstance(model, ShardedDecoder) and any(runs_model(kind) for kind in options.drafters):
         # Networks that draft run on rank 0 alone, so they need an undivided embedding and output projection.
-        vocabulary = load_vocabulary(options.model, dtype=target.dtype, device=str(target.device))
+        vocabulary = load_vocabulary(options.folder, dtype=target.dtype, device=str(target.device))
         target = replace(target, model=pack(vocabulary))
     drafter: Any = build_drafter(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),
         target,
-        draft_models=options.draft_models,
+        draft_models=options.draft_folders,
         address=options.address,
         require_sidecar=options.require_sidecar,
         warn=warn,
+        notify=notify,
         adapters=options.loras,
     )
     # Attached last: what was built before runs the model without adapters.
     adapters = check_adapters(options.loras, model.config)
-    pool = AdapterPool(model, adapters, options.max_loras) if adapters else None
-    recommended = load_generation_defaults(options.model).sampling
+    pool = AdapterPool(model, adapters) if adapters else None
+    recommended = load_generation_defaults(options.folder).sampling
     # Requests with a penalty run in the eager executor, so no graph is captured for them.
     common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}
     return build_engine(

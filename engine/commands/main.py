@@ -93,7 +93,7 @@ def serve(flags: ServeEngineFlags, config: ServerConfig) -> None:
     options = flags.engine()
     # The folder of a downloaded model is named after its revision, so the hub name is used instead.
     is_folder = flags.model is None or Path(flags.model).exists()
-    name = flags.name or (options.model.resolve().name if is_folder else str(flags.model))
+    name = flags.name or (options.folder.resolve().name if is_folder else str(flags.model))
     asyncio.run(server.serve(options, config, name, click.echo))
 
 

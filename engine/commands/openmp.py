@@ -21,32 +21,23 @@ TOLERATED = 0.5
 STAT = Path("/proc/stat")
 
 
-def limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Let waiting threads sleep at once if other processes need the processors.
+def limit_spinning(environment: MutableMapping[str, str], read: Callable[[], str] = STAT.read_text) -> None:
+    """Let waiting threads sleep at once if other processes need the processors: if OpenMP's threads exceed those that
+    are free.
 
-    Values of GOMP_SPINCOUNT and OMP_WAIT_POLICY in `environment` take precedence.
+    Values of GOMP_SPINCOUNT and OMP_WAIT_POLICY in `environment` take precedence. `read` returns /proc/stat.
     """
     if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys() or not STAT.exists():
         return
-    processors = len(usable_processors())
-    wanted = environment.get("OMP_NUM_THREADS", "")
-    threads = int(wanted) if wanted.isdecimal() else processors
-    if is_contended(busy_processors(), processors, threads):
-        environment["GOMP_SPINCOUNT"] = NO_SPINNING
-
-
-def is_contended(busy: float, processors: int, threads: int) -> bool:
-    """Return whether `threads` more busy threads exceed the capacity of `processors`, of which `busy` are in use."""
-    return threads > 1 and busy + threads > processors + TOLERATED
-
-
-def busy_processors(read: Callable[[], str] = STAT.read_text, wait: Callable[[float], None] = time.sleep) -> float:
-    """Return how many of the usable processors are in use, measured over `WINDOW_S`. `read` returns /proc/stat."""
     processors = usable_processors()
+    wanted = environment.get("OMP_NUM_THREADS", "")
+    threads = int(wanted) if wanted.isdecimal() else len(processors)
     before = _times(read(), processors)
-    wait(WINDOW_S)
+    time.sleep(WINDOW_S)
     idle, total = (after - start for after, start in zip(_times(read(), processors), before, strict=True))
-    return len(processors) * (1 - idle / total) if total else 0.0
+    busy = len(processors) * (1 - idle / total) if total else 0.0
+    if threads > 1 and busy + threads > len(processors) + TOLERATED:
+        environment["GOMP_SPINCOUNT"] = NO_SPINNING
 
 
 def _times(stat: str, processors: Collection[int]) -> tuple[int, int]:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import click
+from annotated_types import Interval
 
-from drafter_service.settings.flags import File, Flag, Folder, Interval
+from drafter_service.settings.flags import File, Flag, Folder
 from engine.api.tool_formats import FORMATS
 from engine.config import EngineConfig, Verification
-from engine.drafters.registry import DEFAULT_ADDRESS, KINDS, describe_kinds, parse_kinds
+from engine.drafters.options import DEFAULT_ADDRESS
+from engine.drafters.registry import KINDS, describe_kinds, parse_kinds
 from engine.models.folders import HEAD_FILES, find_model
+from engine.models.shipped import SHIPPED_MODEL
 from ssd.config import MAX_DRAFT, DraftShape
 from ssd.errors import UserError
 
@@ -22,44 +25,6 @@ ATTENTIONS: tuple[str, ...] = get_args(Attention)
 
 if TYPE_CHECKING:
     from engine.commands.compare.rows import Row
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Settings from which `engine.commands.launch` builds an engine."""
-
-    model: Path
-    """Hugging Face folder or GGUF file."""
-    device: str = "auto"
-    """Device name of PyTorch, or `auto`: a GPU if there is one."""
-    dtype: str = "auto"
-    """`auto`: float32 on a CPU, bfloat16 on a GPU."""
-    attention: str = "auto"
-    """As in `engine.attention.backend.choose_backend`."""
-    drafter: str = "none"
-    """A name of `engine.drafters.registry.KINDS`, or `package.module:Class`."""
-    drafter_options: Mapping[str, str] = field(default_factory=dict)
-    """Settings of the drafter, see `engine.drafters.registry.configure`."""
-    draft_models: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of weights, by the kind of drafter."""
-    address: str = DEFAULT_ADDRESS
-    """Address of a sidecar."""
-    threads: int | None = None
-    config: EngineConfig = field(default_factory=EngineConfig)
-    """Other settings."""
-    require_sidecar: bool = True
-    """Whether `ssd-remote` must find its sidecar at the start."""
-    loras: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of LoRA adapters by the names that requests give."""
-    max_loras: int = 8
-    """Largest number of adapters in memory."""
-    tensor_parallel: int = 1
-    """Number of ranks that the model is divided over."""
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Kinds of drafters that requests may choose from."""
-        return tuple(kind for kind in parse_kinds(self.drafter) if kind != "none")
 
 
 # --- Texts of options
@@ -71,7 +36,7 @@ def _drafter(_context: click.Context, _option: click.Parameter, text: str) -> st
     return text
 
 
-def _draft_models(drafter: str, given: Sequence[str]) -> dict[str, Path]:
+def _draft_folders(drafter: str, given: Sequence[str]) -> dict[str, Path]:
     """Return the folders of `[KIND=]FOLDER` by kind; without a kind, for the only one that has weights."""
     kinds = [kind for kind in parse_kinds(drafter) if kind in KINDS and KINDS[kind].runs_model]
     folders: dict[str, Path] = {}
@@ -86,28 +51,22 @@ def _draft_models(drafter: str, given: Sequence[str]) -> dict[str, Path]:
     return folders
 
 
-def _loras(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, Path]:
-    """Split each `NAME=FOLDER`. Raises UserError."""
-    folders: dict[str, Path] = {}
-    for text in given:
-        name, separator, folder = text.partition("=")
-        if not name or not separator or not folder:
-            raise UserError(f"{option.opts[0]} must be NAME=FOLDER, not {text!r}")
-        if name in folders:
-            raise UserError(f"{option.opts[0]} {text}: there are two adapters of the name {name}; give different names")
-        folders[name] = Path(folder)
-    return folders
-
-
 def _pairs(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    """Split each `KEY=VALUE`. Raises UserError."""
-    pairs = {}
+    """Split each text, such as `KEY=VALUE`, at the equals sign. Raises UserError."""
+    pairs: dict[str, str] = {}
     for text in given:
-        key, separator, value = text.partition("=")
-        if not key or not separator:
-            raise UserError(f"{option.opts[0]} must be KEY=VALUE, not {text!r}")
+        key, _, value = text.partition("=")
+        if not key or not value:
+            raise UserError(f"{option.opts[0]} must be {option.metavar}, not {text!r}")
+        if key in pairs:
+            raise UserError(f"{option.opts[0]} {text}: {key} was given before; give it once")
         pairs[key] = value
     return pairs
+
+
+def _loras(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, Path]:
+    """Return the folders of `NAME=FOLDER` by name. Raises UserError."""
+    return {name: Path(folder) for name, folder in _pairs(context, option, given).items()}
 
 
 def numbers(kind: type[int] | type[float], least: float) -> Callable[..., list[Any]]:
@@ -137,7 +96,7 @@ def verifications(_context: click.Context, option: click.Parameter, text: str) -
 
 
 ALL_KINDS = f" {describe_kinds()}; package.module:Class: a third-party drafter."
-Whole = Annotated[int, Interval(1)]
+Whole = Annotated[int, Interval(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -167,12 +126,9 @@ class ModelFlags:
     def engine(self, **others: Any) -> EngineOptions:
         """Return the engine's options; others: those that this command does not have. Raises UserError."""
         given = vars(self) | others
-        own = {each.name: given[each.name] for each in fields(EngineOptions) if each.name in given}
-        config = {each.name: given[each.name] for each in fields(EngineConfig) if each.name in given}
-        rows = config["max_sequences"] * (1 + config["max_draft"])
-        own |= {"model": find_model(self.model), "draft_models": _draft_models(own["drafter"], self.draft_models)}
-        config["max_step_tokens"] = max(EngineConfig.max_step_tokens, rows)
-        return EngineOptions(**own, config=EngineConfig(**config))
+        folders = _draft_folders(given["drafter"], self.draft_models)
+        given |= {"folder": find_model(self.model), "draft_folders": folders}
+        return EngineOptions(**{each.name: given[each.name] for each in fields(EngineOptions) if each.name in given})
 
 
 @dataclass(frozen=True)
@@ -186,7 +142,7 @@ class EngineFlags(ModelFlags):
     )
     """Option of the drafter, such as depth=8 for the draft depth of a drafter that runs a network. Can be repeated;
     docs/drafters.md lists all."""
-    max_draft: Annotated[int, Interval(0, MAX_DRAFT)] = 16
+    max_draft: Annotated[int, Interval(ge=0, le=MAX_DRAFT)] = 16
     """Maximum number of draft tokens per request and step; drafters propose at most 64."""
     draft_shape: DraftShape = "path"
     """Shape of drafts: a path has no branches, a tree has. A sidecar drafts in the shape that it was started with."""
@@ -197,10 +153,33 @@ class EngineFlags(ModelFlags):
     """Maximum number of requests that run at the same time; further requests are queued."""
     loras: Annotated[Mapping[str, Path], Flag("--lora", "NAME=FOLDER", _loras)] = field(default_factory=dict)
     """LoRA adapter in PEFT's format that requests may choose by NAME. Can be repeated."""
-    max_loras: Whole = 8
-    """Maximum number of LoRA adapters in memory, hence of those that run at the same time."""
     tensor_parallel: Annotated[Whole, Flag(metavar="N")] = 1
     """Divide the model over N GPUs, or over N processes on a CPU."""
+
+
+@dataclass(frozen=True)
+class EngineOptions(EngineFlags):
+    """Options whose folders were found; `engine.commands.launch` builds an engine from them."""
+
+    drafter: str = "none"
+    folder: Path = SHIPPED_MODEL
+    """Hugging Face folder, or GGUF file, of `model`."""
+    draft_folders: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of weights, by the kind of drafter."""
+    require_sidecar: bool = True
+    """Whether `ssd-remote` must find its sidecar at the start."""
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Kinds of drafters that requests may choose from."""
+        return tuple(kind for kind in parse_kinds(self.drafter) if kind != "none")
+
+    @property
+    def config(self) -> EngineConfig:
+        """Settings of the engine itself; a step holds a draft for every sequence."""
+        given = {each.name: getattr(self, each.name) for each in fields(EngineConfig) if hasattr(self, each.name)}
+        rows = self.max_sequences * (1 + self.max_draft)
+        return EngineConfig(**given, max_step_tokens=max(EngineConfig.max_step_tokens, rows))
 
 
 @dataclass(frozen=True)
@@ -257,9 +236,9 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: Annotated[int, Interval(0, 65535)] = 8000
+    port: Annotated[int, Interval(ge=0, le=65535)] = 8000
     """Port to listen on; 0: a free one."""
-    max_waiting: Annotated[int, Interval(0)] = 256
+    max_waiting: Annotated[int, Interval(ge=0)] = 256
     """Maximum number of waiting requests; more are refused with status 429."""
     api_keys: File | None = None
     """File with one key per line; requests need one of them.  [default: no keys]"""
@@ -288,7 +267,7 @@ class RowFlags(ModelFlags):
     """Draft depths K, for the drafters that run a network."""
     draft_shape: Literal["auto", "path", "tree"] = "auto"
     """Shape of drafts. auto: paths for drafters that run a network once per position, trees for others."""
-    max_draft: Annotated[int, Interval(1, MAX_DRAFT)] = 16
+    max_draft: Annotated[int, Interval(ge=1, le=MAX_DRAFT)] = 16
     """Maximum number of draft tokens per request and step, which are the nodes of a tree."""
     concurrency: Annotated[Sequence[int], Flag("", "LIST", numbers(int, 1))] = (1,)
     """Numbers of requests that run at the same time."""
@@ -299,7 +278,7 @@ class RowFlags(ModelFlags):
 
         rows = parse_rows(self.drafters, self.depths, self.draft_shape)
         kinds = "+".join(dict.fromkeys(kind for row in rows for kind in row.kinds))
-        shared = {"drafter_options": {}, "draft_shape": "path", "max_sequences": max(self.concurrency)}
+        shared = {"draft_shape": "path", "max_sequences": max(self.concurrency)}
         return rows, replace(self.engine(drafter=kinds, **shared), drafter="none")
 
 
@@ -309,15 +288,15 @@ class CompareFlags(RowFlags):
 
     prompts: File | None = None
     """File of prompts, as --file of `generate`.  [default: prompts.jsonl in the model's folder]"""
-    earlier: Annotated[int, Flag("--warm"), Interval(0)] = 0
+    earlier: Annotated[int, Flag("--warm"), Interval(ge=0)] = 0
     """Number of prompts to run first, without measuring them."""
     requests: Whole | None = None
     """Number of prompts to measure.  [default: all others]"""
     chat: bool = False
     """Send each prompt as a message of the user, formatted with the model's chat template."""
-    time_limit: Annotated[float | None, Flag(metavar="MINUTES"), Interval(0, is_open=True)] = None
+    time_limit: Annotated[float | None, Flag(metavar="MINUTES"), Interval(gt=0)] = None
     """End after this time, and keep the results so far.  [default: none]"""
-    max_tokens: Annotated[int, Interval(2)] = 96
+    max_tokens: Annotated[int, Interval(ge=2)] = 96
     """Number of tokens per output."""
     temperatures: Annotated[Sequence[float], Flag("--temperature", "LIST", numbers(float, 0))] = (0, 0.8)
     """Sampling temperatures; 0 is greedy decoding."""
@@ -347,11 +326,11 @@ class DemoFlags:
 
     out: Folder = Path("build")
     """Folder for run.json, run.html and run.md."""
-    requests: Annotated[int | None, Interval(10)] = None
-    """Number of requests.  [default: as many as take about three minutes, 120 to 300]"""
+    requests: Annotated[int, Interval(ge=10)] = 300
+    """Number of requests, unless a chat model has fewer tasks."""
     max_tokens: Whole = 128
     """Maximum number of tokens per output."""
-    temperature: Annotated[float, Interval(0)] = 0.0
+    temperature: Annotated[float, Interval(ge=0)] = 0.0
     """0 is greedy decoding."""
     seed: int = 0
     """Seed of prompts, repeats, edits, their order, and sampling."""

@@ -5,28 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 LINE_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
-
-
-class _Bar(Progress):
-    """A progress bar below other content."""
-
-    above: RenderableType | None = None
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Return what is displayed, from top to bottom."""
-        if self.above is not None:
-            yield self.above
-        yield from super().get_renderables()
 
 
 class LongProgress:
@@ -34,7 +22,7 @@ class LongProgress:
 
     def __init__(self, console: Console, total: int, *, transient: bool = False, units: str = "requests") -> None:
         """Make a bar for `total` units. transient: whether the bar disappears at the end."""
-        self._bar = _Bar(
+        self._bar = Progress(
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn(units),
@@ -57,10 +45,6 @@ class LongProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
-
-    def show(self, above: RenderableType) -> None:
-        """Display something above the bar, in place of what was there, if there is a terminal."""
-        self._bar.above = above
 
     def advance(self, units: int, note: str) -> None:
         """Record that more units have ended; note: what is shown beside their number."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.drafters.base import Drafter, DraftLayers, TargetOutputs
-from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.compiled.layers import Network
 from engine.drafters.compiled.network import MAX_WEIGHTS, can_sample, compile_head
 from engine.drafters.device_chain import DeviceChain
@@ -36,6 +35,7 @@ from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import COMPUTED, rows_for
 from engine.speculation.draft_tree import DraftTree, straight_length
+from ssd.acceptance import AcceptanceTable
 from ssd.types import ROOT, DraftLimits
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class AutoregressiveDrafter(Drafter):
         # While nothing is drafted, missing slots are written together later.
         self._writer.observe(plan, computed, result.hidden, result.hidden_offsets, fills_pages=self._has_drafted)
         self._has_drafted = False
-        for reached, accepted in zip(self._table.learn(result).tolist(), result.accepted.tolist(), strict=True):
+        for reached, accepted in zip(result.teach(self._table).tolist(), result.accepted.tolist(), strict=True):
             self._draft_depth.record_acceptance(reached, accepted)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
@@ -236,7 +236,7 @@ class Growth:
         self._places = {ROOT: ROOT}
         """Index in `_runs` of each of these nodes."""
         output, count = writer.run_committed(self._sequences), len(self._sequences)
-        self._frontier = Frontier(np.arange(count), np.full(count, ROOT), output.state, output.hidden)
+        self._frontier = HeadFrontier(np.arange(count), np.full(count, ROOT), output.state, output.hidden)
 
     def expand(self, depth: int) -> None:
         """Add candidates after each node of the frontier."""
@@ -267,7 +267,7 @@ class Growth:
         states = self._frontier.states[on_device(self.pool.row[nodes], device)]
         tokens = on_device(pool.token[nodes], device)
         output = self._head(tokens, states, rows.positions, rows.attend, self._forward.ops)
-        self._frontier = Frontier(owner, nodes, output.state, output.hidden)
+        self._frontier = HeadFrontier(owner, nodes, output.state, output.hidden)
 
     def drafts(self, source: int) -> Drafts:
         """Return the likeliest candidates."""
@@ -301,7 +301,7 @@ class Growth:
         return np.array([self._places[parent] for parent in self.pool.nodes.parent[run].tolist()], np.int32)
 
 
-class Frontier(NamedTuple):
+class HeadFrontier(NamedTuple):
     """The n nodes whose outputs are known and that have no candidates yet."""
 
     owner: np.ndarray

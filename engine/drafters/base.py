@@ -106,7 +106,7 @@ class DraftLayers(NamedTuple):
 
 
 class TargetOutputs(NamedTuple):
-    """What a drafter needs from the target."""
+    """Outputs and resources that a drafter needs from the target."""
 
     hidden_layers: tuple[int, ...] = ()
     """Layers after which hidden states are taken, ascending; `num_layers` is the last layer's output before the final
@@ -181,7 +181,7 @@ class Drafter(ABC):
     """Proposes draft tokens; see the module's docstring for the rules."""
 
     needs: TargetOutputs = NO_OUTPUTS
-    """What the drafter needs from the target."""
+    """Outputs and resources that the drafter needs from the target."""
     limits: DraftLimits = NO_LIMITS
     """The most that drafts can save, final after `bind`. An engine that measures its steps does not call a drafter that
     cannot pay, and none calls `propose` and `observe` of a drafter with a depth of 0."""

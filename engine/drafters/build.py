@@ -19,36 +19,27 @@ from ssd.errors import UserError
 
 if TYPE_CHECKING:
     from engine.drafters.base import Drafter, TargetInfo
-    from ssd.config import DrafterConfig
-
-DEFAULT_DEPTH = 5
-"""Largest number of draft positions; where the acceptance is low, fewer are drafted."""
+    from engine.drafters.options import Resources
 
 
-def build_model_drafter(
-    kind: str, config: DrafterConfig, target: TargetInfo | None, folder: Path | None, *, is_combined: bool
-) -> Drafter:
+def build_model_drafter(kind: str, depth: int, resources: Resources, *, has_trees: bool) -> Drafter:
     """Return a drafter that runs a network.
 
-    kind: one of the kinds with `Kind.runs_model`. folder: of its weights, None for the default of the kind.
-    is_combined: whether its drafts are merged with those of other drafters, so that rejection cannot verify them.
-    Raises ValueError without a target or for an invalid option, UserError for a folder that cannot be used.
+    kind: one of the kinds with `DrafterKind.runs_model`. depth: largest number of draft positions. has_trees: whether
+    drafts may have branches. Raises ValueError without a target, UserError for a folder of weights that cannot be used.
     """
+    target = resources.target
     if target is None or target.folder is None:
         raise ValueError("it needs the target's model and folder")
-    depth = draft_depth(config)
-    head = _load(kind, target, folder)
-    has_trees = config.draft_shape == "tree"
+    head = _load(kind, target, resources.draft_models.get(kind))
     source = DraftSource[kind.replace("-", "_").upper()]
+    # Rejection cannot verify drafts that are merged with those of others.
+    is_coupled = resources.is_combined
     if isinstance(head, MedusaHeads):
-        return MedusaDrafter(head, depth=depth, has_trees=has_trees, source=source, is_coupled=is_combined)
+        return MedusaDrafter(head, depth=depth, has_trees=has_trees, source=source, is_coupled=is_coupled)
+    network = None if has_trees else compile_head(head)
     return AutoregressiveDrafter(
-        head,
-        depth=depth,
-        has_trees=has_trees,
-        source=source,
-        is_coupled=is_combined,
-        network=None if has_trees else compile_head(head),
+        head, depth=depth, has_trees=has_trees, source=source, is_coupled=is_coupled, network=network
     )
 
 
@@ -98,15 +89,3 @@ def _load(kind: str, target: TargetInfo, folder: Path | None) -> Head:
         pack_linears(head, next(head.parameters()))
     head.attach(target.model)
     return head
-
-
-def draft_depth(config: DrafterConfig) -> int:
-    """Return the largest number of draft positions. Raises ValueError for an invalid option."""
-    text = config.options.get("depth", str(DEFAULT_DEPTH))
-    try:
-        depth = int(text)
-    except ValueError:
-        depth = 0
-    if depth < 1:
-        raise ValueError(f"depth must be a whole number from 1, not {text!r}")
-    return min(depth, config.max_draft)

@@ -2,7 +2,7 @@
 
 Drafters of tokens run first. Drafters that run a network are called unless what the others offer the batch is
 worth more without the time that networks take (`pricing.py`). Then the corpus is searched again after each token of
-their drafts. Every candidate gets one calibrated probability (`merged_tree.py`), and the likeliest ones are drafted.
+their drafts. Every candidate gets one calibrated probability (`ssd.merged_tree`), and the likeliest ones are drafted.
 
 SpecInfer (Miao et al., 2024) merges the trees of several draft models. TensorRT-LLM and Arctic Inference replace the
 draft of a model with that of a suffix structure where the match is long enough.
@@ -25,13 +25,13 @@ import numpy as np
 from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.draft_forward import DraftForward
 from engine.drafters.drafts import Drafts
-from engine.drafters.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
 from engine.drafters.pricing import SkipRule
 from engine.drafters.tokens import TokenDrafter
 from engine.scheduling.plan import NO_ROWS, StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from ssd.corpus.corpus import Corpus
+from ssd.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 ROOM = 96
@@ -39,7 +39,7 @@ ROOM = 96
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """One of the combined drafters."""
 
     kind: str
@@ -97,7 +97,7 @@ NO_PROPOSAL = Proposal(NO_ROWS, [], [])
 class CombinedDrafter(Drafter):
     """Merges the drafts of several drafters."""
 
-    def __init__(self, parts: SequenceOf[Part], *, has_trees: bool) -> None:
+    def __init__(self, parts: SequenceOf[Component], *, has_trees: bool) -> None:
         # Drafters of tokens run first.
         self.parts = sorted(parts, key=lambda part: part.runs_model)
         self.needs = joint_needs([part.drafter.needs for part in self.parts])
@@ -193,7 +193,7 @@ class CombinedDrafter(Drafter):
             for number, part in enumerate(self.parts):
                 calls.callback(call, part.drafter, number)
 
-    def _draft(self, part: Part, plan: StepPlan) -> Drafts:
+    def _draft(self, part: Component, plan: StepPlan) -> Drafts:
         """Return the drafts of one drafter, for the requests that allow it."""
         allowed = [index for index, sequence in enumerate(plan.producing) if part.may_draft_for(sequence)]
         if len(allowed) == plan.producers:
@@ -248,7 +248,7 @@ class CombinedDrafter(Drafter):
             at = int(children[prob[children].argmax()])
             path.append(at)
 
-    def _own_result(self, result: StepResult, drafts: Drafts, part: Part) -> StepResult:
+    def _own_result(self, result: StepResult, drafts: Drafts, part: Component) -> StepResult:
         """Return the results as one of the drafters would see them, if only its own drafts had been verified.
 
         Candidates at a position whose tokens were committed have a result even if the step did not verify them.

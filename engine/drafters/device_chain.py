@@ -24,8 +24,7 @@ from engine.drafters.draft_forward import DraftForward
 from engine.drafters.drafts import Drafts
 from engine.drafters.slots import RunSpan, SlotWriter
 from engine.executor.batch import offsets
-from engine.executor.device_state import DeviceState
-from engine.executor.kernels.tensors import StepInputs
+from engine.executor.device_state import DeviceState, StepInputs
 from engine.models.heads.head import DraftHead, HeadOutput
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult

@@ -17,58 +17,26 @@ implementation can have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from engine.drafters.base import Drafter, TargetOutputs
-from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.draft_pool import Candidates, drafts_of
 from engine.drafters.drafts import DETERMINISTIC, Drafts, ExtraRows
+from engine.drafters.options import LookaheadOptions
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import KIND, SAMPLED
 from engine.speculation.selection import path_prob
+from ssd.acceptance import AcceptanceTable
 from ssd.types import ROOT, DraftLimits, offsets_of
 
 PROMPT_TOKENS = 8192
 """Number of last prompt tokens whose n-grams are in the pool; adding them takes milliseconds."""
-
-
-@dataclass(frozen=True)
-class LookaheadSizes:
-    """Sizes of the method. Raises ValueError for a value out of its range."""
-
-    window: int = 7
-    """Number of columns (W in the paper)."""
-    ngram: int = 5
-    """Number of tokens of an n-gram (N), 2 or more; the window has one level less."""
-    candidates: int = 4
-    """Largest number of n-grams that a step verifies (G)."""
-
-    def __post_init__(self) -> None:
-        """Check all ranges."""
-        for name, least, most in (("window", 2, 64), ("ngram", 2, 16), ("candidates", 1, 64)):
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
-
-    @classmethod
-    def of(cls, options: Mapping[str, str]) -> LookaheadSizes:
-        """Return the sizes with those of `--drafter-option`; other options are ignored. Raises ValueError."""
-        given: dict[str, int] = {}
-        for name in {each.name for each in fields(cls)} & options.keys():
-            if not options[name].isdecimal():
-                raise ValueError(f"{name} must be a whole number, not {options[name]!r}")
-            given[name] = int(options[name])
-        return cls(**given)
-
-    @property
-    def rows(self) -> int:
-        """Number of extra rows of a window whose levels are all filled."""
-        return self.window * (self.ngram - 1) - 1
 
 
 class NgramPool:
@@ -97,7 +65,7 @@ class NgramPool:
 class Window:
     """The lookahead branch of one sequence; see the module's docstring."""
 
-    def __init__(self, sizes: LookaheadSizes, text: np.ndarray) -> None:
+    def __init__(self, sizes: LookaheadOptions, text: np.ndarray) -> None:
         """text: uint32 [N], of which the last tokens are the first guesses; any guesses would do."""
         self._levels = np.zeros((sizes.ngram - 1, sizes.window), np.uint32)
         self._levels[0] = np.resize(text[-sizes.window :], sizes.window)
@@ -153,7 +121,7 @@ class Window:
 
 
 @dataclass
-class Running:
+class LookaheadState:
     """State of one sequence."""
 
     window: Window
@@ -195,19 +163,19 @@ class Trees:
 class LookaheadDrafter(Drafter):
     """Drafts n-grams from a Jacobi branch that runs in the target's batch, and from the request's text."""
 
-    def __init__(self, sizes: LookaheadSizes, *, has_trees: bool) -> None:
+    def __init__(self, sizes: LookaheadOptions, *, has_trees: bool) -> None:
         """has_trees: draft trees; otherwise only the most recent n-gram."""
         self.needs = TargetOutputs(extra_rows=sizes.rows)
         self.limits = DraftLimits(sizes.ngram - 1)
         self._sizes = sizes
         self._candidates = sizes.candidates if has_trees else 1
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, LookaheadState] = {}
         self._table = AcceptanceTable()
 
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""
         prompt = sequence.request.prompt
-        running = Running(Window(self._sizes, prompt), NgramPool(self._sizes.candidates))
+        running = LookaheadState(Window(self._sizes, prompt), NgramPool(self._sizes.candidates))
         running.pool.add(self._ngrams_of(prompt[-PROMPT_TOKENS:]))
         self._running[sequence.sequence_id] = running
 
@@ -221,7 +189,7 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, result: StepResult) -> None:
         """Move the windows, and add the n-grams of windows and committed text to the pools."""
-        self._table.learn(result)
+        result.teach(self._table)
         for index in np.flatnonzero(result.lengths).tolist():
             sequence, committed = result.plan.producing[index], result.tokens_of(index)
             running = self._running[sequence.sequence_id]

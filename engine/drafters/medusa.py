@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import Drafter, TargetOutputs
-from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.draft_pool import DraftPool, drafts_of
 from engine.drafters.drafts import Drafts
 from engine.models.heads.medusa import MedusaHeads
@@ -21,6 +20,7 @@ from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
+from ssd.acceptance import AcceptanceTable
 from ssd.types import ROOT
 
 BRANCHES = 8
@@ -47,7 +47,7 @@ class MedusaDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
-        self._table.learn(result)
+        result.teach(self._table)
         for index in np.flatnonzero(result.lengths).tolist():
             sequence, hidden = result.plan.producing[index], result.hidden_of(index)
             row = len(sequence) - 2 - int(result.plan.computed[index])

@@ -33,7 +33,7 @@ Between these limits, the number is such that the measurement takes `MAX_LOSS` o
 
 
 class DepthPrice(NamedTuple):
-    """Which positions of a draft are worth a forward pass."""
+    """Rule that says which positions of a draft are worth a forward pass."""
 
     acceptance: float
     """Recent rate of acceptance, the factor from a token's path probability to that of its child."""

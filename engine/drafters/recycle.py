@@ -9,21 +9,55 @@ scores to probabilities. No weights and no text are stored.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.drafters.base import Drafter, TargetOutputs
-from engine.drafters.calibration import EDGES, AcceptanceTable
 from engine.drafters.drafts import Drafts
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.table import KIND, SAMPLED
-from ssd.kernels.jit import Bool, FloatRows, FloatsOut, Int, LongRows, Longs, kernel
+from ssd.acceptance import EDGES, AcceptanceTable
+from ssd.kernels.jit import Bool, FloatRows, FloatsOut, Int, LongRows, Longs, fields_of, kernel
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 SUCCESSORS = 8
 """Number of successors of a token, as in the paper."""
+
+
+EMPTY = -1
+"""Value in the table of successors after the last successor of a token."""
+
+
+class Successors(NamedTuple):
+    """The k likeliest successors of each of V tokens."""
+
+    tokens: np.ndarray
+    """int64 [V, k]; `EMPTY` after the last one."""
+    scores: np.ndarray
+    """float32 [V, k]: the share of each among them."""
+
+
+class GrownTrees(NamedTuple):
+    """Drafts of B sequences, T tokens in total, as in `DraftBatch`."""
+
+    tokens: np.ndarray
+    """int64 [at least T]."""
+    parents: np.ndarray
+    """int64 [at least T]."""
+    accept_prob: np.ndarray
+    """float32 [at least T]."""
+    lengths: np.ndarray
+    """int64 [B]."""
+
+    @classmethod
+    def empty(cls, rooms: np.ndarray) -> GrownTrees:
+        """Return arrays for drafts of at most `rooms` tokens, int64 [B]."""
+        size = int(rooms.sum())
+        tokens, parents = np.empty((2, size), np.int64)
+        return cls(tokens, parents, np.empty(size, np.float32), np.empty(len(rooms), np.int64))
 
 
 class RecycleDrafter(Drafter):
@@ -34,24 +68,21 @@ class RecycleDrafter(Drafter):
         width = min(SUCCESSORS, vocab_size)
         self.needs = TargetOutputs(top_k=width)
         self._has_trees = has_trees
-        self._successors = np.full((vocab_size, width), EMPTY, np.int64)
-        self._scores = np.zeros((vocab_size, width), np.float32)
-        self._table = AcceptanceTable()
+        self._table = Successors(np.full((vocab_size, width), EMPTY), np.zeros((vocab_size, width), np.float32))
+        self._acceptance = AcceptanceTable()
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
         last, rooms = np.array([sequence.tokens[-1] for sequence in plan.producing], np.int64), plan.rooms
         is_sampled = (plan.table.state[plan.rows, KIND] & SAMPLED != 0).astype(np.int64)
-        size = int(rooms.sum())
-        tokens, parents, lengths = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(len(rooms), np.int64)
-        accept_prob = np.empty(size, np.float32)
+        grown = GrownTrees.empty(rooms)
         total = grow_trees(
-            last, rooms, is_sampled, self._successors, self._scores, EDGES.astype(np.float32), self._table.rates,
-            not self._has_trees, tokens, parents, accept_prob, lengths,
+            last, rooms, is_sampled, self._table, EDGES.astype(np.float32), self._acceptance.rates, not self._has_trees,
+            grown,
         )  # fmt: skip
         source = np.full(total, DraftSource.RECYCLE, np.uint8)
-        drafted = tokens[:total].astype(np.uint32), parents[:total].astype(np.int32), accept_prob[:total]
-        return Drafts(DraftBatch(*drafted, source, offsets_of(lengths)))
+        tokens, parents = grown.tokens[:total].astype(np.uint32), grown.parents[:total].astype(np.int32)
+        return Drafts(DraftBatch(tokens, parents, grown.accept_prob[:total], source, offsets_of(grown.lengths)))
 
     def observe(self, result: StepResult) -> None:
         """Learn which successors were the target's tokens, then the successors of all verified tokens.
@@ -71,11 +102,11 @@ class RecycleDrafter(Drafter):
         texts = [result.plan.producing[index].tokens[-1 - result.lengths[index] :] for index in indices]
         before, committed = (np.concatenate([text[part] for text in texts]) for part in (slice(-1), slice(1, None)))
         depths = np.concatenate([np.arange(1, len(text)) for text in texts])
-        successors = self._successors[before]
+        successors = self._table.tokens[before]
         exists = successors != EMPTY
-        self._table.observe(
+        self._acceptance.observe(
             is_sampled,
-            self._scores[before][exists],
+            self._table.scores[before][exists],
             np.broadcast_to(depths[:, None], exists.shape)[exists],
             (successors == committed[:, None])[exists],
         )
@@ -99,41 +130,31 @@ class RecycleDrafter(Drafter):
         # If a token occurs several times, its last row remains.
         order = np.argsort(np.concatenate(is_accepted), kind="stable")
         learned = np.concatenate(tokens)[order]
-        self._successors[learned], self._scores[learned] = top_tokens[order], scores[order]
+        self._table.tokens[learned], self._table.scores[learned] = top_tokens[order], scores[order]
 
 
-EMPTY = -1
-"""Value in the table of successors after the last successor of a token."""
+SUCCESSORS_OF, GROWN = fields_of(Successors, LongRows, FloatRows), fields_of(GrownTrees, Longs, Longs, FloatsOut, Longs)
 
 
-@kernel(
-    Longs, Longs, Longs, LongRows, FloatRows, FloatsOut, FloatRows, Bool, Longs, Longs, FloatsOut, Longs, returns=Int
-)  # fmt: skip
+@kernel(Longs, Longs, Longs, SUCCESSORS_OF, FloatsOut, FloatRows, Bool, GROWN, returns=Int)
 def grow_trees(
     last: np.ndarray,
     rooms: np.ndarray,
     is_sampled: np.ndarray,
-    successors: np.ndarray,
-    scores: np.ndarray,
+    table: Successors,
     edges: np.ndarray,
     rates: np.ndarray,
     is_path: bool,
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    accept_prob: np.ndarray,
-    lengths: np.ndarray,
+    grown: GrownTrees,
 ) -> int:
-    """Draft for B sequences, and return the number of draft tokens T: repeatedly add the likeliest successor of a node.
+    """Draft for B sequences, and return the number of draft tokens: repeatedly add the likeliest successor of a node.
 
-    Inputs: last, int64 [B], the last token of each sequence. rooms, int64 [B], largest length of each draft.
-    successors, int64 [V, k], `EMPTY` after the last one. scores, float32 [V, k], of the successors. edges, float32 [E],
-    ascending bounds of intervals of scores. rates, float32 [2 * D, E + 1]: `accept_prob` by interval at depths 1 to D,
-    for greedy requests, then for sampled ones; deeper nodes have that of D. is_sampled, int64 [B]: 0 or 1. is_path:
-    extend only the last node.
-
-    Outputs: tokens, parents and accept_prob, at least the sum of `rooms` each, and lengths, as in `DraftBatch`.
+    last: int64 [B], the last token of each sequence. rooms: int64 [B], largest length of each draft. is_sampled: int64
+    [B], 0 or 1. edges: float32 [E], ascending bounds of intervals of scores. rates: float32 [2 * D, E + 1], the
+    `accept_prob` by interval at depths 1 to D, for greedy requests, then for sampled ones; deeper nodes have that of D.
+    is_path: extend only the last node. grown: written.
     """
-    width = successors.shape[1]
+    width = table.tokens.shape[1]
     depths = len(rates) // 2
     most = 0
     for index in range(len(rooms)):
@@ -151,10 +172,10 @@ def grow_trees(
                 found = 0
             row = is_sampled[index] * depths + min(depth, depths) - 1
             for rank in range(width):
-                successor = successors[token, rank]
+                successor = table.tokens[token, rank]
                 if successor == EMPTY:
                     break
-                interval = np.searchsorted(edges, scores[token, rank], side="right")
+                interval = np.searchsorted(edges, table.scores[token, rank], side="right")
                 candidates[found, 0], candidates[found, 1], candidates[found, 2] = successor, parent, depth
                 conditional[found] = rates[row, interval]
                 whole[found] = path_prob * conditional[found]
@@ -166,11 +187,11 @@ def grow_trees(
             if best < 0:
                 break
             token, parent, path_prob = candidates[best, 0], count, whole[best]
-            tokens[total + count], parents[total + count] = token, candidates[best, 1]
-            accept_prob[total + count] = conditional[best]
+            grown.tokens[total + count], grown.parents[total + count] = token, candidates[best, 1]
+            grown.accept_prob[total + count] = conditional[best]
             depth = candidates[best, 2] + 1
             whole[best] = -1.0
             count += 1
-        lengths[index] = count
+        grown.lengths[index] = count
         total += count
     return total

@@ -7,17 +7,25 @@ when it is built.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+from engine.drafters.options import (
+    DEFAULT_ADDRESS,
+    LookaheadOptions,
+    NetworkOptions,
+    RemoteOptions,
+    Resources,
+    RestOptions,
+    converted,
+    read_options,
+)
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
@@ -29,17 +37,10 @@ if TYPE_CHECKING:
     """A drafter with either interface; `engine.drafters.tokens.adapt` converts it to the engine's."""
 
 LOG = logging.getLogger(__name__)
-DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
-REMOTE_DEADLINE_S = 0.01
-"""Longest time that a step waits for a remote drafter, in seconds; a fraction of a step on a CPU."""
-DEADLINE = "deadline_s"
-"""Option of `ssd-remote`: another such time."""
-DRAFTING = "drafting"
-"""Option of `ssd-remote`: where drafts are made, `sidecar` or `replica`, a copy of its corpus in this process."""
 DEPTH = "depth"
-"""Option of the kinds that run a network: the largest number of draft positions."""
+"""Option of the kinds that run a network."""
 SNAPSHOT_PATH = "path"
-"""Option of `rest`: the snapshot of its corpus."""
+"""Option of `rest`."""
 MAKE_SNAPSHOT = "ssd-drafter warm --tokenizer MODEL --from FILES --snapshot SNAPSHOT"
 """Command that makes a snapshot, for error messages."""
 GIVEN_BY_FLAGS = {"draft_shape": "--draft-shape", "max_draft": "--max-draft"}
@@ -47,30 +48,7 @@ GIVEN_BY_FLAGS = {"draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What drafters are built from, besides their settings."""
-
-    target: TargetInfo | None = None
-    """The target; some drafters do not need it."""
-    draft_models: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of weights by kind."""
-    address: str = DEFAULT_ADDRESS
-    """Address of a sidecar."""
-    require_sidecar: bool = True
-    """Whether a sidecar must answer at the start; otherwise there are no drafts until one does."""
-    warn: Callable[[str], None] = LOG.warning
-    """Called whenever the connection to the sidecar is lost, and when it is restored; meanwhile the engine runs without
-    drafts."""
-    is_combined: bool = False
-    """Whether several drafters are built whose drafts are merged."""
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of the LoRA adapters that requests may choose, by name."""
-    adapter: Path | None = None
-    """Folder of the LoRA adapter whose requests the drafter serves; None: requests without one."""
-
-
-@dataclass(frozen=True)
-class Kind:
+class DrafterKind:
     """One kind of drafter."""
 
     help: str
@@ -78,8 +56,8 @@ class Kind:
     build: Callable[[DrafterConfig, Resources], AnyDrafter]
     has_settings: bool = False
     """Whether it reads the fields of `DrafterConfig`, so that they may be given as options."""
-    options: tuple[str, ...] = ()
-    """Further options, which it reads from `DrafterConfig.options`."""
+    options: type | None = None
+    """A dataclass of its own options, which are given in `DrafterConfig.options`; None: it has none."""
     remembers: bool = False
     """Whether earlier requests improve the drafts of later ones."""
     has_corpus: bool = False
@@ -87,8 +65,13 @@ class Kind:
     runs_model: bool = False
     """Whether it runs a network, so that it needs the target and weights."""
     check: Callable[[DrafterConfig, Path], object] = lambda _config, _target: None
-    """Raises UserError or ValueError for options that cannot be used with the target in a folder, before the target is
+    """Raises UserError or ValueError for files that cannot be used with the target in a folder, before the target is
     loaded."""
+
+    @property
+    def option_names(self) -> set[str]:
+        """Names of its own options."""
+        return set() if self.options is None else {each.name for each in fields(self.options)}
 
 
 def _none(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
@@ -110,57 +93,9 @@ def _ssd(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
 
 
 def _ssd_remote(config: DrafterConfig, resources: Resources) -> AnyDrafter:
-    from drafter_service.client import DrafterClient
-    from drafter_service.client.connection import AbsentError
-    from drafter_service.client.identity import model_identity
+    from engine.drafters.remote import connect
 
-    # The service keeps one namespace for each model and adapter.
-    folder = None if resources.target is None else resources.target.folder
-    address, warn = resources.address, resources.warn
-    kind: Callable[..., DrafterClient] = DrafterClient
-    if _has_replica(config):
-        from drafter_service.client.replica import ReplicaClient
-
-        kind = partial(ReplicaClient, config=replace(config, options={}), max_tokens=config.capacity)
-    connect = partial(
-        kind,
-        address,
-        deadline_s=_deadline_s(config),
-        model=None if folder is None else model_identity(folder, adapter=resources.adapter),
-        host="ssd-engine",
-        draft_shape=config.draft_shape,
-        on_lost=lambda reason: warn(
-            f"no connection to the drafter at {address} ({reason}); continuing without drafts until there is one"
-        ),
-        on_resumed=lambda: warn(f"reconnected to the drafter at {address}; drafting resumes"),
-    )
-    if resources.adapter is not None:
-        # This drafter is made while requests run, so nothing may wait for its connection.
-        return connect(required=False)
-    try:
-        return connect()
-    except AbsentError:
-        if resources.require_sidecar:
-            raise
-        return connect(required=False)
-
-
-def _deadline_s(config: DrafterConfig) -> float:
-    text = config.options.get(DEADLINE, str(REMOTE_DEADLINE_S))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"{DEADLINE} must be a number of seconds, not {text!r}")
-    return seconds
-
-
-def _has_replica(config: DrafterConfig) -> bool:
-    where = config.options.get(DRAFTING, "sidecar")
-    if where not in ("sidecar", "replica"):
-        raise ValueError(f"{DRAFTING} must be 'sidecar' or 'replica', not {where!r}")
-    return where == "replica"
+    return connect(config, read_options(RemoteOptions, config.options), resources)
 
 
 def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
@@ -170,15 +105,10 @@ def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
 
 
 def _lookahead(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
-    from engine.drafters.lookahead import LookaheadDrafter, LookaheadSizes
+    from engine.drafters.lookahead import LookaheadDrafter
 
-    return LookaheadDrafter(LookaheadSizes.of(config.options), has_trees=config.draft_shape == "tree")
-
-
-def _check_lookahead(config: DrafterConfig, _target: Path) -> None:
-    from engine.drafters.lookahead import LookaheadSizes
-
-    LookaheadSizes.of(config.options)
+    sizes = read_options(LookaheadOptions, config.options)
+    return LookaheadDrafter(sizes, has_trees=config.draft_shape == "tree")
 
 
 def _vocab_size(resources: Resources) -> int:
@@ -207,45 +137,40 @@ def _check_rest(config: DrafterConfig, target: Path) -> None:
 
 
 def _snapshot_path(config: DrafterConfig) -> Path:
-    if SNAPSHOT_PATH not in config.options:
+    path = read_options(RestOptions, config.options).path
+    if path is None:
         raise ValueError(
             f"it needs a corpus; give --drafter-option {SNAPSHOT_PATH}=SNAPSHOT, which `{MAKE_SNAPSHOT}` makes"
         )
-    return Path(config.options[SNAPSHOT_PATH])
+    return path
 
 
-def _network(kind: str, text: str) -> Kind:
+def _network(kind: str, text: str) -> DrafterKind:
     """Return the kind of a drafter that runs a network."""
 
     def build(config: DrafterConfig, resources: Resources) -> AnyDrafter:
         from engine.drafters.build import build_model_drafter
 
-        folder = resources.draft_models.get(kind)
-        return build_model_drafter(kind, config, resources.target, folder, is_combined=resources.is_combined)
+        depth = min(read_options(NetworkOptions, config.options).depth, config.max_draft)
+        return build_model_drafter(kind, depth, resources, has_trees=config.draft_shape == "tree")
 
-    def check(config: DrafterConfig, _target: Path) -> None:
-        from engine.drafters.build import draft_depth
-
-        draft_depth(config)
-
-    return Kind(text, build, options=(DEPTH,), runs_model=True, check=check)
+    return DrafterKind(text, build, options=NetworkOptions, runs_model=True)
 
 
-KINDS: Mapping[str, Kind] = {
-    "none": Kind("plain decoding, without drafts", _none),
-    "ngram": Kind("prompt lookup in the request's own text", _ngram),
-    "ssd": Kind(
+KINDS: Mapping[str, DrafterKind] = {
+    "none": DrafterKind("plain decoding, without drafts", _none),
+    "ngram": DrafterKind("prompt lookup in the request's own text", _ngram),
+    "ssd": DrafterKind(
         "all earlier requests and the request's own text", _ssd, has_settings=True, remembers=True, has_corpus=True
     ),
-    "ssd-remote": Kind(
+    "ssd-remote": DrafterKind(
         "the same as ssd, in a sidecar at --address",
         _ssd_remote,
-        options=(DEADLINE, DRAFTING),
+        options=RemoteOptions,
         remembers=True,
         has_corpus=True,
-        check=lambda config, _target: (_deadline_s(config), _has_replica(config)),
     ),
-    "classic": Kind(
+    "classic": DrafterKind(
         "the most frequent continuation of the last 10 tokens or fewer, a baseline",
         _classic,
         has_settings=True,
@@ -258,18 +183,17 @@ KINDS: Mapping[str, Kind] = {
     "eagle": _network("eagle", "EAGLE-1 or EAGLE-2 head"),
     "eagle3": _network("eagle3", "EAGLE-3 head"),
     "medusa": _network("medusa", "Medusa heads"),
-    "lookahead": Kind(
+    "lookahead": DrafterKind(
         "n-grams that the target produces in extra rows of its batch, and those of the request's own text",
         _lookahead,
-        options=("window", "ngram", "candidates"),
-        check=_check_lookahead,
+        options=LookaheadOptions,
     ),
-    "recycle": Kind("a table of the target's most likely successors of each token", _recycle, remembers=True),
-    "rest": Kind(
+    "recycle": DrafterKind("a table of the target's most likely successors of each token", _recycle, remembers=True),
+    "rest": DrafterKind(
         "a read-only corpus, --drafter-option path=SNAPSHOT, and the request's own text",
         _rest,
         has_settings=True,
-        options=(SNAPSHOT_PATH,),
+        options=RestOptions,
         check=_check_rest,
     ),
 }
@@ -311,7 +235,7 @@ def configure(text: str, config: DrafterConfig, options: Mapping[str, str]) -> D
     known = [KINDS[kind] for kind in kinds if kind in KINDS]
     settings = {each.name for each in fields(DrafterConfig)} - {*GIVEN_BY_FLAGS, "options"}
     settings = settings if any(kind.has_settings for kind in known) else set()
-    names = settings.union(*(kind.options for kind in known))
+    names = settings.union(*(kind.option_names for kind in known))
     if len(known) == len(kinds):
         for name in options:
             if name in GIVEN_BY_FLAGS and settings:
@@ -320,9 +244,9 @@ def configure(text: str, config: DrafterConfig, options: Mapping[str, str]) -> D
                 advice = f"give {', '.join(sorted(names))}" if names else "it has no options"
                 raise UserError(f"the drafter {text} has no option {name}; {advice}")
     try:
-        given: dict[str, Any] = {name: _converted(config, name, options[name]) for name in options if name in settings}
+        given = {name: value for name, value in options.items() if name in settings}
         others = {name: value for name, value in options.items() if name not in settings}
-        return replace(config, **given, options=others)
+        return replace(config, **converted(DrafterConfig, given), options=others)
     except ValueError as problem:
         raise UserError(f"drafter option: {problem}") from None
 
@@ -340,6 +264,8 @@ def check_kind(kind: str, config: DrafterConfig, folder: Path | None, target: Pa
 
         check_weights(kind, folder, target)
     with _naming(kind):
+        if (options := KINDS[kind].options) is not None:
+            read_options(options, config.options)
         KINDS[kind].check(config, target)
 
 
@@ -352,27 +278,27 @@ def build_drafter(
     address: str = DEFAULT_ADDRESS,
     require_sidecar: bool = True,
     warn: Callable[[str], None] = LOG.warning,
+    notify: Callable[[str], None] = LOG.info,
     adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> AnyDrafter:
     """Build the drafter that `name` selects.
 
-    `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `draft_models`,
-    `address`, `require_sidecar`, `warn` and `adapters`: see `Resources`. Raises UserError for an unknown name, a class
-    that cannot be imported, weights that do not fit the target, or a sidecar that is required and does not answer at
-    `address`, or serves another model.
+    `target` is needed by drafters that use the model, and selects the namespace of a sidecar. The others: see
+    `Resources`. Raises UserError for an unknown name, a class that cannot be imported, weights that do not fit the
+    target, or a sidecar that is required and does not answer at `address`, or serves another model.
     """
     kinds = parse_kinds(name)
     is_combined = len(kinds) > 1
     resources = Resources(
-        target, draft_models, address, require_sidecar, warn, is_combined=is_combined, adapters=adapters
+        target, draft_models, address, require_sidecar, warn, notify, is_combined=is_combined, adapters=adapters
     )
     drafters = [_build_kind(kind, config, resources) for kind in kinds]
     if len(kinds) == 1:
         return drafters[0]
-    from engine.drafters.combined import CombinedDrafter, Part
+    from engine.drafters.combined import CombinedDrafter, Component
     from engine.drafters.tokens import adapt
 
-    parts = [Part(kind, adapt(drafter), runs_model(kind)) for kind, drafter in zip(kinds, drafters, strict=True)]
+    parts = [Component(kind, adapt(drafter), runs_model(kind)) for kind, drafter in zip(kinds, drafters, strict=True)]
     try:
         return CombinedDrafter(parts, has_trees=config.draft_shape == "tree")
     except ValueError as problem:
@@ -425,18 +351,3 @@ def _build_third_party(path: str, config: DrafterConfig, target: TargetInfo | No
         LOG.warning("--drafter %s failed to start", path, exc_info=True)
         raise UserError(f"--drafter {path}: {type(problem).__name__}: {problem}") from problem
     return drafter
-
-
-def _converted(config: DrafterConfig, name: str, text: str) -> object:
-    """Return the value of an option, converted to the type of its field."""
-    kind = type(getattr(config, name))
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ValueError(f"{name} must be true or false, not {text!r}")
-        return text == "true"
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            raise ValueError(f"{name} must be a number, not {text!r}") from None
-    return text

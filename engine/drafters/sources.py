@@ -13,7 +13,7 @@ from ssd.types import Source
 
 
 class DraftSource(IntEnum):
-    """What proposed a draft token. The first codes are those of `ssd.types.Source`; unknown codes count as `OTHER`."""
+    """Origin of a draft token. The first codes are those of `ssd.types.Source`; unknown codes count as `OTHER`."""
 
     CORPUS = Source.CORPUS
     LOCAL = Source.LOCAL

@@ -22,8 +22,7 @@ from engine.executor.fixed_step import FixedStep
 from engine.executor.graph import GraphExecutor
 from engine.executor.kv_memory import available_memory, default_kv_memory, page_bytes, page_count
 from engine.executor.ranks.leader import Cache
-from engine.executor.ranks.runner import attention_config, open_runner
-from engine.executor.runner import Runner
+from engine.executor.runner import Runner, attention_config, open_runner
 from engine.executor.shapes import StepGrid
 from engine.executor.transfer import CopyStream
 from engine.models.config import ModelConfig

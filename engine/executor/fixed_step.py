@@ -14,14 +14,14 @@ from torch.nn.functional import pad
 
 from engine.attention.base import StepShape
 from engine.drafters.device_chain import FixedChain
-from engine.executor.device_state import DeviceState
+from engine.executor.device_state import DeviceState, PaddedDrafts, StepInputs
 from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
-from engine.executor.kernels.tensors import Drafts, StepInputs
 from engine.executor.kernels.verify import verify
 from engine.executor.runner import FixedForward
 from engine.executor.transfer import CopyStream, PendingArray, on_device
+from engine.scheduling.kernels import FIRST_DRAFT, ROWS, SLOT
 from engine.scheduling.plan import NO_ROWS
 
 MemoryPool = Any
@@ -29,10 +29,6 @@ MemoryPool = Any
 
 WARM_UPS = 2
 """Number of runs before a capture, in which kernels are compiled and libraries allocate."""
-INPUT_COLUMNS = 2
-"""Number of input columns of a sequence before its draft: request slot and number of rows."""
-RESULT_COLUMNS = 2
-"""Number of result columns of a sequence before its tokens: number of tokens, number of verified draft tokens."""
 
 
 class Kind(NamedTuple):
@@ -52,7 +48,7 @@ class HostInputs(NamedTuple):
     """Inputs of a step of up to B sequences from the host. Each sequence runs its last token and a draft."""
 
     table: np.ndarray
-    """int32 [B, INPUT_COLUMNS + max_draft]: the data that is copied to the device; see `FixedStep.empty_inputs`."""
+    """int32 [B, FIRST_DRAFT + max_draft]: the data that is copied to the device, see `engine.scheduling.kernels`."""
     contexts: np.ndarray
     """int64 [B]: upper bound of each sequence's number of tokens in the cache, 0 for none."""
     host_rows: np.ndarray = NO_ROWS
@@ -63,8 +59,8 @@ class StepOutput(NamedTuple):
     """What a launched step computes."""
 
     results: PendingArray
-    """int32 [B, RESULT_COLUMNS + width]; with drafts from the device, the draft follows, [B, RESULT_COLUMNS + width +
-    width - 1] in total."""
+    """int32 [B, FIRST_TOKEN + width], see `engine.scheduling.kernels`; with drafts from the device, the draft follows,
+    [B, FIRST_TOKEN + width + width - 1] in total."""
     logits: Tensor
     """float32 [Kind.host_rows, V], of `HostInputs.host_rows` and padding; the next step overwrites them."""
 
@@ -88,8 +84,8 @@ class FixedStep:
         self._shape = shape
         self._page_size = page_size
         self._copies = copies
-        self._idle = np.zeros((shape.sequences, INPUT_COLUMNS + shape.width - 1), np.int32)
-        self._idle[:, 0] = state.idle
+        self._idle = np.zeros((shape.sequences, FIRST_DRAFT + shape.width - 1), np.int32)
+        self._idle[:, SLOT] = state.idle
         self._table = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
         # Returning the logits of all rows would keep their memory for each graph.
         self._host_rows = torch.zeros(next_power_of_2(shape.rows), dtype=torch.int64, device=self._table.device)
@@ -106,7 +102,7 @@ class FixedStep:
         """Launch a step. Capture its graph if necessary."""
         if self._table.is_cuda and kind not in self._graphs:
             self.capture(kind, self._pool)
-        self._plan(inputs.contexts, inputs.table[:, 1], kind)
+        self._plan(inputs.contexts, inputs.table[:, ROWS], kind)
         self._table.copy_(on_device(inputs.table, self._table.device), non_blocking=True)
         if len(inputs.host_rows):
             self._host_rows[: len(inputs.host_rows)] = on_device(inputs.host_rows, self._table.device)
@@ -122,7 +118,7 @@ class FixedStep:
         """Capture the graph of a kind on a CUDA device, with idle slots only."""
         sequences = self._shape.sequences
         longest = self._state.history.shape[1] - 1
-        self._plan(np.full(sequences, longest), self._idle[:, 1], kind)
+        self._plan(np.full(sequences, longest), self._idle[:, ROWS], kind)
         self._table.copy_(on_device(self._idle, self._table.device))
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
@@ -147,9 +143,9 @@ class FixedStep:
         def choose(rows: StepInputs, logits: Tensor) -> Tensor:
             return sampled_tokens(state, rows, logits, samples=kind.samples, max_ranked=kind.max_ranked)
 
-        slots = table[:, 0].long()
+        slots = table[:, SLOT].long()
         drafts = self._drafts(slots)
-        starts = pad(table[:, 1].cumsum(0, dtype=torch.int32), (1, 0))
+        starts = pad(table[:, ROWS].cumsum(0, dtype=torch.int32), (1, 0))
         inputs = build_inputs(state, slots, drafts, starts, shape.rows, self._page_size)
         tables = state.page_tables[slots]
         if chain is None:
@@ -169,8 +165,8 @@ class FixedStep:
             chain.keep_states(inputs, hidden)
         return torch.cat((results, drafts.tokens), dim=1), logits[:0]
 
-    def _drafts(self, slots: Tensor) -> Drafts:
+    def _drafts(self, slots: Tensor) -> PaddedDrafts:
         """Return the drafts of the step."""
         table = self._table
-        tokens = table[:, INPUT_COLUMNS:] if self._chain is None else self._chain.drafts(slots)
-        return Drafts(tokens, table[:, 1] - 1)
+        tokens = table[:, FIRST_DRAFT:] if self._chain is None else self._chain.drafts(slots)
+        return PaddedDrafts(tokens, table[:, ROWS] - 1)

@@ -14,13 +14,13 @@ from torch import Tensor
 from engine.drafters.device_chain import DeviceChain
 from engine.executor.batch import Batch, build_batch
 from engine.executor.eager import score_prompts
-from engine.executor.fixed_step import RESULT_COLUMNS, Kind, StepOutput
+from engine.executor.fixed_step import Kind, StepOutput
 from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.runner import Runner
 from engine.executor.shapes import SAMPLED as SAMPLED_STEP
 from engine.executor.shapes import StepGrid
 from engine.executor.transfer import PendingArray
-from engine.scheduling.kernels import new_pages, write_inputs
+from engine.scheduling.kernels import FIRST_TOKEN, new_pages, write_inputs
 from engine.scheduling.plan import NO_ROWS, StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
@@ -161,7 +161,7 @@ class GraphStep:
 
     def result(self) -> StepResult:
         """See `InFlightStep.result`."""
-        plan, chain, width = self.plan, self._executor.chain, RESULT_COLUMNS + 1 + self._executor.max_draft
+        plan, chain, width = self.plan, self._executor.chain, FIRST_TOKEN + 1 + self._executor.max_draft
         values = np.empty((0, width), np.int32) if self._results is None else self._results.read()[: plan.producers]
         if chain is not None:
             values, tokens = np.ascontiguousarray(values[:, :width]), values[:, width:]

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from engine.executor.device_state import DeviceState
 from engine.executor.fixed_step import FixedStep, Kind
 from engine.executor.kernels.dispatch import next_power_of_2
-from engine.sampling.noise import Truncation
+from engine.sampling.noise import max_ranked
 from engine.scheduling.request import SamplingParams
 from ssd.budget.curve import StepCurve, fastest, measured_curve
 from ssd.budget.padding import Padding
@@ -67,10 +66,7 @@ class StepGrid:
         """Return the kind of a step of these requests; `max_ranked` is rounded up so that there are few kinds."""
         if not any(sampling.truncates for sampling in samplings):
             return SAMPLED if any(sampling.is_sampled for sampling in samplings) else self.greedy
-        top_k, top_p, min_p = (
-            np.array([getattr(sampling, name) for sampling in samplings]) for name in ("top_k", "top_p", "min_p")
-        )
-        ranked = Truncation(top_k, top_p, min_p).max_ranked(vocab_size)
+        ranked = max_ranked(samplings, vocab_size)
         return Kind(True, min(next_power_of_2(ranked), vocab_size) if ranked else 0)
 
     def shape_for(self, sequences: int, rows: int) -> tuple[int, int]:

@@ -23,7 +23,6 @@ from engine.models.folders import read_json
 from engine.models.gguf_model import GgufTensors
 from engine.models.quantization import (
     FLOATS,
-    PARTS,
     Header,
     Quantization,
     QuantizedWeight,
@@ -207,49 +206,30 @@ class Checkpoint:
     def copy_into(self, targets: Mapping[str, Tensor], part: Callable[[str], tuple[slice, ...]] | None = None) -> None:
         """Fill tensors one at a time from files that `check` accepted. Raises UserError for non-finite weights.
 
-        Quantized weights are dequantized for a target with the name of the weight. The targets of a layer that keeps
-        them end in one of `PARTS` in place of "weight".
-
         part: returns one slice per dimension, with start and stop, for the part of a weight that its target takes. Only
         that part is read, except of quantized weights, which are read whole, one at a time. None: all.
         At most one weight is in memory besides the targets.
         """
-        by_weight: dict[str, dict[str, Tensor]] = {}
-        for name, target in targets.items():
-            layer, _, kind = name.rpartition(".")
-            by_weight.setdefault(f"{layer}.weight" if kind in PARTS else name, {})[kind] = target
-        for name in sorted(by_weight, key=self._position):
-            index = () if part is None else part(name)
-            scheme = self.scheme(name)
-            if scheme is not None:
-                self._copy_quantized(by_weight[name], name, index, scheme)
-            elif name in self._headers:
-                (target,) = by_weight[name].values()
-                target.copy_(self._raw(name, index))
-                _refuse_non_finite(target, name, self._headers[name].path)
+        for name in sorted(targets, key=self._position):
+            target = targets[name]
+            target.copy_(self.read(name, () if part is None else part(name)))
+            _refuse_non_finite(target, name, self._headers[name].path if name in self._headers else self._folder)
 
-    def _copy_quantized(
-        self, targets: Mapping[str, Tensor], name: str, index: tuple[slice, ...], scheme: Scheme
-    ) -> None:
-        weight = self._quantized(name, scheme, index)
-        for kind, target in targets.items():
-            if kind in PARTS:
-                target.copy_(getattr(weight, kind))
-            else:
-                target.copy_(weight.dequantize())
-                _refuse_non_finite(target, name, self._folder)
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a tensor of any dtype, or the part of it at `index`; a quantized weight is dequantized.
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor of any dtype, a quantized weight dequantized. Raises UserError if there is none."""
-        scheme = self.scheme(name)
-        if scheme is not None:
-            return self._quantized(name, scheme).dequantize()
+        Raises UserError if there is none.
+        """
+        if self.scheme(name) is not None:
+            return self.quantized(name, index).dequantize()
         if name not in self._headers:
             raise UserError(f"{self._folder} lacks {name}; {self._advice}")
-        return self._raw(name)
+        return self._raw(name, index)
 
-    def _quantized(self, name: str, scheme: Scheme, index: tuple[slice, ...] = ()) -> QuantizedWeight:
-        """Return a quantized weight, or the part of it at `index`. Raises UserError if values are not numbers."""
+    def quantized(self, name: str, index: tuple[slice, ...] = ()) -> QuantizedWeight:
+        """Return a weight that has a scheme, or the part of it at `index`. Raises UserError for values like NaN."""
+        scheme = self.scheme(name)
+        assert scheme is not None
         shape = self._stored_shape(name, scheme)
         tensors = {each: self._raw(each) for each in stored_tensors(name, shape, scheme)}
         weight = assemble(tensors, name, shape, scheme).part(index)

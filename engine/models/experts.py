@@ -6,7 +6,7 @@ are sorted by expert, so that the weights of each expert in use are read once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,11 +114,10 @@ class GroupedLinear(nn.Module):
 class LinearPerExpert(nn.Module):
     """One separate layer for each expert, on a CPU. Takes the place of a `GroupedLinear`."""
 
-    def __init__(self, plain: GroupedLinear, make: Callable[[Tensor], nn.Module]) -> None:
-        """make: returns a layer for a weight [out, in]."""
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.count = plain.count
-        self.layers = nn.ModuleList(make(weight) for weight in plain.weight.detach())
+        self.layers = nn.ModuleList(layers)
+        self.count = len(self.layers)
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
         """See `GroupedLinear.forward`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drafter_service.client.gguf import is_gguf
+from drafter_service.client.tokenizer import TOKENIZER_FILE
 from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, part_views
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -22,11 +24,13 @@ from engine.models.folders import GENERATION_FILE, load_generation_defaults, rea
 from engine.models.gguf_model import config_fields
 from engine.models.hf_config import config_from_hf
 from engine.models.packed import keep_quantized
-from engine.models.quantization import PARTS, Quantization, read_quantization
-from engine.models.tokenizer import TOKENIZER_FILE, Tokenizer
+from engine.models.quantization import Quantization, read_quantization
+from engine.models.tokenizer import Tokenizer
 from ssd.errors import UserError
 
+D = TypeVar("D", bound=Decoder)
 M = TypeVar("M", bound=nn.Module)
+Shape = tuple[int, ...]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a model can run in, independent of the dtype of the stored weights."""
@@ -40,15 +44,33 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
     """
     config = load_config(folder)
     refuse_unsupported(config, dtype, device)
+    return load_weights(folder, config, lambda: Decoder(config), dtype, device)
+
+
+def load_weights(
+    folder: Path,
+    config: ModelConfig,
+    make: Callable[[], D],
+    dtype: torch.dtype,
+    device: str,
+    part: Callable[[str, Shape, Shape], tuple[slice, ...]] | None = None,
+) -> D:
+    """Return a decoder with the weights of `folder`, or with a part of each, ready to run.
+
+    config: shape of the model in `folder`. make: returns the decoder. part: returns the indices of a part, for the name
+    of a tensor and the shapes of the tensor and of its part; None: all. Raises UserError like `load_model`.
+    """
     checkpoint = model_checkpoint(folder)
-    decoder = on_meta_device(lambda: Decoder(config))
-    whole = shapes(checkpoint_views(decoder))
+    whole = shapes(checkpoint_views(on_meta_device(lambda: Decoder(config))))
     checkpoint.check(whole, is_redundant=is_redundant_in(folder, config))
-    decoder.to(dtype)
+    decoder = on_meta_device(make).to(dtype)
+    parts = shapes(checkpoint_views(decoder))
+    index = None if part is None else lambda name: part(name, whole[name], parts[name])
     if torch.device(device).type == "cpu":
-        keep_quantized(decoder, whole, checkpoint.scheme)
+        with refuse_too_large(decoder, device):
+            keep_quantized(decoder, checkpoint, whole, index)
     allocate(decoder, device)
-    checkpoint.copy_into(checkpoint_views(decoder))
+    checkpoint.copy_into(checkpoint_views(decoder), index)
     return decoder.eval().requires_grad_(False)
 
 
@@ -85,7 +107,7 @@ def on_meta_device(make: Callable[[], M]) -> M:
         return make()
 
 
-def shapes(views: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes(views: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Return the shapes of tensors by their names."""
     return {name: tuple(tensor.shape) for name, tensor in views.items()}
 
@@ -153,17 +175,11 @@ def save_model(
 
 
 def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:
-    """Return writable views of the decoder's weights by their names in checkpoints.
-
-    For layers that keep quantized weights, the names end in one of `PARTS` in place of "weight".
-    """
+    """Return writable views of the decoder's weights by their names in checkpoints, without quantized ones."""
     views: dict[str, Tensor] = {}
     for name, parameter in decoder.named_parameters():
-        layer, _, kind = name.rpartition(".")
-        is_part = kind in PARTS
-        parts = checkpoint_parts(f"{layer}.weight" if is_part else name, decoder.config)
-        for part, view in part_views(parameter, parts).items():
-            views[part.removesuffix("weight") + kind if is_part else part] = view
+        if not name.endswith((".values", ".scales", ".zeros")):
+            views |= part_views(parameter, checkpoint_parts(name, decoder.config))
     return views
 
 
@@ -178,14 +194,21 @@ def allocate(decoder: Decoder, device: str) -> None:
 
 
 def allocate_weights(module: nn.Module, device: str) -> None:
-    """Allocate the weights of a module on the meta device, uninitialized. Raises UserError if they do not fit."""
-    try:
+    """Allocate weights of a module that are on the meta device, uninitialized. Raises UserError if they do not fit."""
+    with refuse_too_large(module, device):
         # `to_empty` does the same with operators on the meta device, which import SymPy.
         memory = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor
             for name, tensor in module.state_dict().items()
         }
         module.load_state_dict(memory, assign=True)
+
+
+@contextmanager
+def refuse_too_large(module: nn.Module, device: str) -> Iterator[None]:
+    """Raise UserError if memory for the weights of a module cannot be allocated in this context."""
+    try:
+        yield
     except RuntimeError as problem:
         if "memory" not in str(problem):
             raise

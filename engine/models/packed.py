@@ -11,16 +11,17 @@ no time: a step of few tokens takes longer than with packed float weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
-from engine.models.experts import GroupedLinear, Groups, LinearPerExpert
+from engine.models.experts import GroupedLinear, LinearPerExpert
 from engine.models.families import checkpoint_parts
-from engine.models.quantization import PARTS, QuantizedWeight, Scheme
+from engine.models.quantization import QuantizedWeight
 
 TOKENS = 16
 """Number of rows that the layout is optimized for; with 16, steps of 1 to 64 tokens were fastest or close to it."""
@@ -95,7 +96,7 @@ def replace_linears(module: nn.Module, make: Callable[[Tensor, Tensor | None], n
                 bias = None if plain.bias is None else plain.bias.detach()
                 setattr(parent, name, make(plain.weight.detach(), bias))
             elif isinstance(plain, GroupedLinear) and plain.weight.is_cpu:
-                setattr(parent, name, LinearPerExpert(plain, lambda weight: make(weight, None)))
+                setattr(parent, name, LinearPerExpert(make(weight, None) for weight in plain.weight.detach()))
 
 
 class QuantizedLinear(nn.Module):
@@ -110,7 +111,9 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
         self.columns = weight.columns
-        _register(self, {**_tensors(weight), "bias": bias})
+        for name, tensor in {**weight._asdict(), "bias": bias}.items():
+            if name != "columns":
+                self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [N, in] to [N, out]."""
@@ -122,45 +125,6 @@ class QuantizedLinear(nn.Module):
         rounded = _rounded(weight)
         self.values.copy_(rounded.values)
         self.scales.copy_(rounded.scales)
-
-
-class QuantizedGroupedLinear(nn.Module):
-    """Experts with quantized weights, on a CPU. Takes the place of a `GroupedLinear`."""
-
-    values: Tensor
-    """Parts of a `QuantizedWeight` for each expert, stacked: [experts, out, in] and [experts, out, blocks]."""
-    scales: Tensor
-    zeros: Tensor | None
-
-    def __init__(self, count: int, weight: QuantizedWeight) -> None:
-        """weight: rows of all experts, [experts * out, in]."""
-        super().__init__()
-        self.count = count
-        self.columns = weight.columns
-        stacked = {
-            name: part if part is None else part.unflatten(0, (count, -1)) for name, part in _tensors(weight).items()
-        }
-        _register(self, stacked)
-
-    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """See `GroupedLinear.forward`."""
-        assert groups.spans is not None
-        outputs = []
-        for expert, first, end in groups.spans:
-            zeros = None if self.zeros is None else self.zeros[expert]
-            weight = QuantizedWeight(self.values[expert], self.scales[expert], zeros, self.columns)
-            outputs.append(multiply(rows[first:end], weight))
-        return torch.cat(outputs)
-
-
-def _tensors(weight: QuantizedWeight) -> dict[str, Tensor | None]:
-    return {name: getattr(weight, name) for name in PARTS}
-
-
-def _register(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
-    for name, tensor in tensors.items():
-        parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-        module.register_parameter(name, parameter)
 
 
 def multiply(hidden: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -184,44 +148,47 @@ def _plain_product(hidden: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 
 def keep_quantized(
-    decoder: Decoder, shapes: Mapping[str, tuple[int, ...]], scheme: Callable[[str], Scheme | None]
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    part: Callable[[str], tuple[slice, ...]] | None = None,
 ) -> None:
     """Replace layers of a decoder on the meta device, or of a part of it, by ones that keep their quantized weights.
 
     These are layers whose weights in the checkpoint all have the same scheme. The output projection is not replaced,
     because networks that draft read its weight. Layers whose inputs are divided within blocks of columns are not
     replaced either.
-    shapes: of the undivided weights, by their names in the checkpoint. scheme: returns the scheme of such a name.
+    shapes: of the undivided weights, by their names in the checkpoint. part: as for `Checkpoint.copy_into`.
+
+    Raises UserError for values that are not numbers.
     """
     for path, module in list(decoder.named_modules()):
         if not isinstance(module, nn.Linear | GroupedLinear) or module is decoder.lm_head:
             continue
         names = [name for name, _ in checkpoint_parts(f"{path}.weight", decoder.config)]
-        schemes = {scheme(name) for name in names}
+        schemes = {checkpoint.scheme(name) for name in names}
         found = schemes.pop()
         if schemes or found is None:
             continue
         inputs = module.weight.shape[-1]
-        columns = found.block[1] or inputs
-        if inputs == shapes[names[0]][1] or inputs % columns == 0:
-            decoder.set_submodule(path, _empty(module, found, columns))
+        if inputs != shapes[names[0]][1] and inputs % (found.block[1] or inputs):
+            continue
+        count = module.count if isinstance(module, GroupedLinear) else 1
+        size, layers = len(names) // count, []
+        for first in range(0, len(names), size):
+            own = names[first : first + size]
+            weights = [checkpoint.quantized(name, () if part is None else part(name)) for name in own]
+            layers.append(QuantizedLinear(_joined(weights), getattr(module, "bias", None)))
+        decoder.set_submodule(path, LinearPerExpert(layers) if isinstance(module, GroupedLinear) else layers[0])
 
 
-def _empty(module: nn.Linear | GroupedLinear, scheme: Scheme, columns: int) -> nn.Module:
-    """Return a layer on the meta device that keeps the weight of `module` in a scheme."""
-    *_, inputs = module.weight.shape
-    rows, blocks = module.weight.numel() // inputs, -(-inputs // columns)
-    dtype = torch.float8_e4m3fn if scheme.values == "float" else torch.int8
-    with torch.device("meta"):
-        weight = QuantizedWeight(
-            torch.empty(rows, inputs, dtype=dtype),
-            torch.empty(rows, blocks),
-            torch.empty(rows, blocks, dtype=torch.int8) if scheme.has_zeros else None,
-            columns,
-        )
-    if isinstance(module, GroupedLinear):
-        return QuantizedGroupedLinear(module.count, weight)
-    return QuantizedLinear(weight, None if module.bias is None else module.bias.detach())
+def _joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return a copy of the rows of several weights."""
+    values, scales, zeros, columns = zip(*weights, strict=True)
+    whole = torch.cat(values)
+    return QuantizedWeight(
+        whole, torch.cat(scales), None if zeros[0] is None else torch.cat(zeros), min(columns[0], whole.shape[1])
+    )
 
 
 def quantize_int8(decoder: Decoder) -> Decoder:

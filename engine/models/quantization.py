@@ -29,8 +29,6 @@ READABLE = (
 )
 FLOATS = ("F64", "F32", "BF16", "F16")
 """Dtypes of weights that are not quantized, by their names in safetensors headers."""
-PARTS = ("values", "scales", "zeros")
-"""Names of the tensors of a `QuantizedWeight`, and of the parameters of layers that keep one."""
 Shape = tuple[int, ...]
 
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import (
+    Shape,
     allocate,
     checkpoint_views,
-    is_redundant_in,
     load_config,
+    load_weights,
     model_checkpoint,
     on_meta_device,
     shapes,
 )
-from engine.models.packed import keep_quantized
 from ssd.errors import UserError
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -89,7 +89,7 @@ def part_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     )
 
 
-def part_slices(name: str, whole: tuple[int, ...], part: tuple[int, ...], shard: Shard) -> tuple[slice, ...]:
+def part_slices(name: str, whole: Shape, part: Shape, shard: Shard) -> tuple[slice, ...]:
     """Return the indices of a part of a checkpoint's tensor. whole, part: shapes of the tensor and of its part.
 
     Dimensions of the same size are not divided. In the others, parts follow one another in the order of ranks; if the
@@ -154,18 +154,14 @@ def load_shard(
     """
     config = load_config(folder)
     check_division(config, shard.count)
-    checkpoint = model_checkpoint(folder)
-    whole = shapes(checkpoint_views(on_meta_device(lambda: Decoder(config))))
-    checkpoint.check(whole, is_redundant=is_redundant_in(folder, config))
-    decoder = on_meta_device(lambda: ShardedDecoder(config, shard)).to(dtype)
-    parts = shapes(checkpoint_views(decoder))
-    if torch.device(device).type == "cpu":
-        keep_quantized(decoder, whole, checkpoint.scheme)
-    allocate(decoder, device)
-    checkpoint.copy_into(checkpoint_views(decoder), lambda name: part_slices(name, whole[name], parts[name], shard))
+
+    def part(name: str, whole: Shape, part: Shape) -> tuple[slice, ...]:
+        return part_slices(name, whole, part, shard)
+
+    decoder = load_weights(folder, config, lambda: ShardedDecoder(config, shard), dtype, device, part)
     if shard.rank > 0:
         _clear_output_biases(decoder)
-    return decoder.eval().requires_grad_(False)
+    return decoder
 
 
 def load_vocabulary(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:

@@ -14,10 +14,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
 from drafter_service.client.chat_template import Message, RefusedMessagesError, load_chat_template
-from drafter_service.client.gguf import is_gguf, load_gguf_tokenizer
+from drafter_service.client.tokenizer import load_tokenizer
 from ssd.errors import UserError
 
-TOKENIZER_FILE = "tokenizer.json"
 PRIVATE_USE = "\U000f0000"
 """A character that Unicode leaves to applications."""
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -38,7 +37,7 @@ class Tokenizer:
 
         Raises UserError if there is no usable tokenizer.
         """
-        self._tokenizer = load_gguf_tokenizer(folder) if is_gguf(folder) else _from_file(folder)
+        self._tokenizer = load_tokenizer(folder)
         if any(token.special and token.content in shown for token in self._added().values()):
             self._tokenizer = HubTokenizer.from_str(_without_special(self._tokenizer.to_str(), shown))
         # Files can contain settings from training.
@@ -127,16 +126,6 @@ class Tokenizer:
 
     def _added(self) -> dict[int, AddedToken]:
         return self._tokenizer.get_added_tokens_decoder()
-
-
-def _from_file(folder: Path) -> HubTokenizer:
-    path = folder / TOKENIZER_FILE
-    if not path.exists():
-        raise UserError(f"{folder} has no {TOKENIZER_FILE}; download or copy it again")
-    try:
-        return HubTokenizer.from_file(str(path))
-    except Exception as problem:  # The library raises plain exceptions.
-        raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
 
 
 def _without_special(settings: str, shown: Collection[str]) -> str:

@@ -5,9 +5,6 @@ wherever the two distributions agree. Drafts for rejection sampling use independ
 number of committed tokens: if a draft is not verified to its end, the next one has other noise at the same positions.
 So a drafter may learn from all of its drafts, and whether it proposes a sampled token stays independent of that token's
 noise.
-
-On the CPU one kernel chooses the tokens of all rows, without intermediate tensors: it gives the same results as PyTorch
-in a fifth of the time or less.
 """
 
 from __future__ import annotations
@@ -21,113 +18,17 @@ from torch import Tensor
 
 from engine.drafters.drafts import DETERMINISTIC
 from engine.executor.transfer import on_device
-from engine.sampling.noise import Stream, gumbel_noise_of, mix64, stream_seeds
+from engine.sampling.choice import CONSIDERED, NONE, choose_rows
+from engine.sampling.noise import Stream, gumbel_noise_of, mix64, row_settings, scores, stream_seeds
 from engine.sampling.processors import NOT_NEEDED, Rows, process_logits
-from engine.sampling.sampler import row_settings, scores
 from engine.scheduling.sequence import Sequence
-from ssd.kernels.jit import FloatRows, FloatsOut, Int, LongRows, Longs, Nothing, inline, kernel, outline
-from ssd.kernels.noise import Sampling, bits_of, key_at
-
-NONE = -1
-"""Stands for a token where a request can sample fewer than were requested."""
-CONSIDERED = 256
-"""Number of most likely tokens that candidates are sampled from; q has no others. Noise for the whole vocabulary would
-take longer than the forward pass of a small drafter. At temperature 0.8 the shipped model samples another token in
-0.6 % of all cases (2.9 % with 64)."""
-
-
-def choose_tokens(
-    logits: Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray, count: int, considered: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens for each row, at most `count`, and their scores, int64 and float32 [n, c].
-
-    See `draft_sampler.SampledTokens`. logits: float32 [n, V], on the CPU. temperatures: float32 [n], 0 for greedy.
-    seeds, positions: int64 [n]. considered: number of most likely tokens that are sampled from.
-    """
-    rows, vocab_size = logits.shape
-    array = logits.numpy()
-    is_sampled = temperatures > 0
-    # Softmax of greedy rows and the order of sampled ones come from vectorized functions.
-    shares = np.empty((0, vocab_size), np.float32) if is_sampled.all() else logits.softmax(dim=1).numpy()
-    lowest = np.full(rows, -np.inf, np.float32)
-    if vocab_size > considered and is_sampled.any():
-        lowest = np.partition(array, vocab_size - considered, axis=1)[:, vocab_size - considered].copy()
-    count = min(count, vocab_size)
-    tokens, scores = np.full((rows, count), NONE), np.zeros((rows, count), np.float32)
-    _choose(array, shares, lowest, considered, temperatures, seeds, positions, tokens, scores)
-    return tokens, scores
-
-
-@inline
-def _gumbel(bits):
-    """Return the noise of a random number of 32 bits, see `engine.sampling.noise`."""
-    uniform = (np.float64(bits) + 0.5) * 2.0**-32
-    # The difference is exact: `uniform` has at most 33 significant bits.
-    return np.float32(-np.log(-np.log(1.0 - uniform)))
-
-
-@outline
-def _insert_best(values, best):
-    """Write the indices of the largest values above -inf to `best`, which is filled with `NONE`."""
-    last = len(best) - 1
-    for index in range(len(values)):
-        value = values[index]
-        if not value > -np.inf or (best[last] >= 0 and not value > values[best[last]]):
-            continue
-        rank = last
-        while rank > 0 and (best[rank - 1] < 0 or value > values[best[rank - 1]]):
-            best[rank] = best[rank - 1]
-            rank -= 1
-        best[rank] = index
-
-
-@kernel(
-    FloatRows, FloatRows, FloatsOut, Int, FloatsOut, Longs, Longs, LongRows, FloatRows, returns=Nothing
-)  # fmt: skip
-def _choose(logits, shares, lowest, considered, temperatures, seeds, positions, tokens, scores):
-    vocab_size = logits.shape[1]
-    limit = min(considered, vocab_size)
-    kept, noisy = np.empty(limit, np.int64), np.empty(limit, np.float32)
-    for row in range(len(logits)):
-        values = logits[row]
-        if temperatures[row] == 0:
-            _insert_best(values, tokens[row])
-            for rank in range(tokens.shape[1]):
-                if tokens[row, rank] >= 0:
-                    scores[row, rank] = shares[row, tokens[row, rank]]
-            continue
-        # Fewer than `limit` tokens are likelier than `bound`, and those that equal it fill the rest.
-        size, bound = 0, lowest[row]
-        for token in range(vocab_size):
-            kept[size] = token
-            size += values[token] > bound
-        for token in range(vocab_size):
-            if size == limit:
-                break
-            if values[token] == bound:
-                kept[size] = token
-                size += 1
-        key = key_at(Sampling(True, seeds[row], np.int64(0)), positions[row])
-        for index in range(size):
-            noisy[index] = values[kept[index]] / temperatures[row] + _gumbel(bits_of(key, kept[index]))
-        _insert_best(noisy[:size], tokens[row])
-        if tokens[row, 0] < 0:
-            continue
-        best, total = noisy[tokens[row, 0]], 0.0
-        for index in range(size):
-            total += np.exp(noisy[index] - best)
-        for rank in range(tokens.shape[1]):
-            index = tokens[row, rank]
-            if index >= 0:
-                tokens[row, rank] = kept[index]
-                scores[row, rank] = np.exp(noisy[index] - best) / total
 
 
 class SampledTokens(NamedTuple):
     """Draft tokens for n rows of logits: c candidates each, in the order in which they are to be tried."""
 
     tokens: np.ndarray
-    """int64 [n, c]: sampled without replacement; for a greedy request the most likely ones. `candidates.NONE` after the
+    """int64 [n, c]: sampled without replacement; for a greedy request the most likely ones. `NONE` after the
     last one that the request can sample."""
     scores: np.ndarray
     """float32 [n, c]: softmax of logits plus noise. For a greedy request this is the drafter's probability of the
@@ -177,8 +78,11 @@ class DraftSampler:
             logits = process_logits(logits, self._last_rows(owner, paths))
         positions = self._lengths[owner] + depth
         if self._runs_kernel and logits.device.type == "cpu":
+            size = len(owner), min(count, logits.shape[1])
+            chosen = np.full(size, NONE), np.zeros(size, np.float32)
             temperatures = self._temperatures[owner].astype(np.float32)
-            chosen = choose_tokens(logits, temperatures, self._seeds[owner], positions, count, CONSIDERED)
+            # Copied, because the kernel overwrites them.
+            choose_rows(logits.numpy().copy(), temperatures, self._seeds[owner], positions, *chosen)
             return SampledTokens(*chosen, None, self._has_q[owner])
         return self._sample_on_device(logits, owner, positions, count)
 
@@ -189,7 +93,7 @@ class DraftSampler:
             best = logits.topk(min(count, logits.shape[1]), dim=1)
             return _on_host(best.indices, best.values, logits.logsumexp(dim=1, keepdim=True), None, has_q)
         samplings = [self._samplings[index] for index in owner.tolist()]
-        scored = scores(logits, row_settings(samplings, np.ones(len(owner), np.int64), positions))
+        scored = scores(logits, row_settings(samplings, np.ones(len(owner), np.int64), positions, logits))
         considered = scored.topk(min(CONSIDERED, logits.shape[1]), dim=1, sorted=False)
         noisy = considered.values + self._noise(owner, positions, considered.indices)
         best = noisy.topk(min(count, noisy.shape[1]), dim=1)

@@ -1,4 +1,5 @@
-"""Sampling with keyed noise: random numbers that depend only on seed, position and token; and truncation before it.
+"""Sampling with keyed noise: random numbers that depend only on seed, position and token; truncation before it; and the
+settings of rows of processed logits, each with those of its request.
 
 Gumbel-max trick: the token of the largest logit / temperature + Gumbel noise is a sample from the softmax. Because the
 noise is keyed by (seed, position), the token at a position is the same in every batch, with or without drafts.
@@ -10,17 +11,18 @@ row. Tokens with equal scores are kept or dropped together, so the result does n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.executor.transfer import on_device
-from engine.scheduling.request import GREEDY_BELOW
-from ssd.kernels.jit import Doubles, FloatRows, Longs, Nothing, kernel
+from engine.scheduling.request import GREEDY_BELOW, SamplingParams
+from ssd.kernels.jit import Doubles, FloatRows, FloatsOut, Longs, Nothing, kernel
 from ssd.kernels.noise import Sampling, bits_of, gumbel, key_at
 
 WORKSPACE_BYTES = 1 << 28
@@ -33,38 +35,11 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 LOG2_E = 1 / math.log(2)
 
 
-@dataclass(frozen=True, eq=False)
-class Truncation:
-    """The settings of M rows on the host, with the meanings and ranges of `SamplingParams`."""
-
-    top_k: np.ndarray
-    """int64 [M]; 0 or less keeps all tokens."""
-    top_p: np.ndarray
-    """float64 [M]."""
-    min_p: np.ndarray
-    """float64 [M]."""
-
-    def rows(self, rows: np.ndarray) -> Truncation:
-        """Return the settings of some rows."""
-        return Truncation(self.top_k[rows], self.top_p[rows], self.min_p[rows])
-
-    def on(self, scores: Tensor) -> Limits:
-        """Return the settings on the device of the scores, float32 [M, V]."""
-        top_k, top_p, min_p = (on_device(array, scores.device) for array in (self.top_k, self.top_p, self.min_p))
-        return Limits(top_k, top_p, min_p, self.max_ranked(scores.shape[1]))
-
-    def max_ranked(self, vocab_size: int) -> int:
-        """Return the number of tokens to sort, see `Limits.max_ranked`."""
-        ranked = (self.top_k > 0) | (self.top_p < 1)
-        kept = np.where(self.top_k > 0, np.minimum(self.top_k, vocab_size), vocab_size)
-        return int(kept.max(initial=0, where=ranked))
-
-
 class Limits(NamedTuple):
-    """Truncation settings as tensors on the device."""
+    """Truncation settings of M rows, with the meanings and ranges of `SamplingParams`."""
 
     top_k: Tensor
-    """int64 [M]."""
+    """int64 [M]; 0 or less keeps all tokens."""
     top_p: Tensor
     """float64 [M]."""
     min_p: Tensor
@@ -74,10 +49,64 @@ class Limits(NamedTuple):
     none."""
 
 
-def truncate(scores: Tensor, settings: Truncation) -> Tensor:
+class RowSettings(NamedTuple):
+    """Sampling settings of M rows, on the device of their logits: the arguments of `sample_tokens` after the logits."""
+
+    temperatures: Tensor
+    """float64 [M]; 0 for greedy."""
+    seeds: Tensor
+    """int64 [M]."""
+    positions: Tensor
+    """int64 [M]: position of each sampled token within its sequence."""
+    limits: Limits | None
+    """None if no row is truncated."""
+
+
+def row_settings(
+    samplings: SequenceOf[SamplingParams], counts: np.ndarray, positions: np.ndarray, logits: Tensor
+) -> RowSettings:
+    """Return the settings of the rows of logits, float32 [M, V].
+
+    counts: int64 [n], rows of each of `samplings`. positions: int64 [M].
+    """
+
+    def column(name: str, dtype: Any) -> Tensor:
+        values = np.array([getattr(sampling, name) for sampling in samplings], dtype)
+        return on_device(np.repeat(values, counts), logits.device)
+
+    limits = None
+    if any(sampling.truncates for sampling in samplings):
+        columns = (column("top_k", np.int64), column("top_p", np.float64), column("min_p", np.float64))
+        limits = Limits(*columns, max_ranked(samplings, logits.shape[1]))
+    temperatures, seeds = column("temperature", np.float64), column("seed", np.int64)
+    return RowSettings(temperatures, seeds, on_device(positions, logits.device), limits)
+
+
+def max_ranked(samplings: Iterable[SamplingParams], vocab_size: int) -> int:
+    """Return `Limits.max_ranked` of rows with these settings."""
+    kept = (
+        min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
+        for sampling in samplings
+        if sampling.top_k > 0 or sampling.top_p < 1
+    )
+    return max(kept, default=0)
+
+
+def truncate(scores: Tensor, limits: Limits) -> Tensor:
     """Return logits over temperature, `scores`, float32 [M, V], with -inf for the tokens that are dropped."""
-    lowest = lowest_scores(scores, torch.ones(len(scores), device=scores.device), settings.on(scores))
+    lowest = lowest_scores(scores, torch.ones(len(scores), device=scores.device), limits)
     return scores.masked_fill(scores < lowest[:, None], float("-inf"))
+
+
+def scores(logits: Tensor, settings: RowSettings) -> Tensor:
+    """Return logits over temperature, float32 [M, V], with -inf for tokens that truncation drops."""
+    divided = logits / divisors(settings.temperatures).to(logits)[:, None]
+    return divided if settings.limits is None else truncate(divided, settings.limits)
+
+
+def probabilities(logits: Tensor, settings: RowSettings) -> Tensor:
+    """Return the distribution that each row is sampled from, float32 [M, V]."""
+    return torch.softmax(scores(logits, settings), dim=-1)
 
 
 def lowest_scores(logits: Tensor, temperatures: Tensor, limits: Limits) -> Tensor:
@@ -156,42 +185,30 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor,
-    temperatures: np.ndarray,
-    seeds: np.ndarray,
-    positions: np.ndarray,
-    truncation: Truncation | None = None,
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, limits: Limits | None = None
 ) -> Tensor:
-    """Sample a token per row, int64 [M]. The settings are on the host, so that only sampled rows need noise.
+    """Return the target's token for each row of logits, int64 [M]: greedy, or with noise keyed by seed and position.
 
-    logits: float32 [M, V]. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions: int64 [M], of the
-    sampled token within its sequence.
+    logits: float32 [M, V], each row contiguous. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions:
+    int64 [M], of the sampled tokens within their sequences. limits: None if no row is truncated.
     """
-    if truncation is None and logits.device.type == "cpu":
-        chosen = np.empty(len(logits), np.int64)
-        _sample_rows(logits.contiguous().numpy(), temperatures, seeds, positions, chosen)
-        return torch.from_numpy(chosen)
-    tokens = greedy_tokens(logits)
-    sampled = np.flatnonzero(temperatures > GREEDY_BELOW)
-    size = rows_per_part(logits.shape[1])
-    for part in (sampled[first : first + size] for first in range(0, len(sampled), size)):
-        rows, divisor, own_seeds, own_positions = (
-            on_device(array, logits.device) for array in (part, temperatures[part], seeds[part], positions[part])
-        )
-        scores = logits[rows] / divisor.to(logits)[:, None]
-        if truncation is None:
-            scores += gumbel_noise(own_seeds, own_positions, logits.shape[1])
-        else:
-            # Noise dominates the cost, so compute it only for the tokens that truncation keeps.
-            scores = truncate(scores, truncation.rows(part))
-            left, candidates = torch.nonzero(scores > float("-inf"), as_tuple=True)
-            scores[left, candidates] += _noise(_keys(own_seeds, own_positions)[left], candidates)
-        tokens[rows] = greedy_tokens(scores)
-    return tokens
+    if not logits.is_cpu:
+        return sample_tokens_on_device(logits, temperatures, seeds, positions, limits)
+    lowest = torch.full((len(logits),), float("-inf"))
+    if limits is not None and (is_sampled := temperatures > GREEDY_BELOW).any():
+        top_k, top_p, min_p = (column[is_sampled] for column in (limits.top_k, limits.top_p, limits.min_p))
+        own_limits = Limits(top_k, top_p, min_p, limits.max_ranked)
+        lowest[is_sampled] = lowest_scores(logits[is_sampled], temperatures[is_sampled], own_limits)
+    chosen = np.empty(len(logits), np.int64)
+    rows, own_temperatures, own_seeds, own_positions, own_lowest = (
+        column.contiguous().numpy() for column in (logits, temperatures, seeds, positions, lowest)
+    )
+    _sample_rows(rows, own_temperatures, own_seeds, own_positions, own_lowest, chosen)
+    return torch.from_numpy(chosen)
 
 
-@kernel(FloatRows, Doubles, Longs, Longs, Longs, returns=Nothing)
-def _sample_rows(logits, temperatures, seeds, positions, tokens):  # type: ignore[no-untyped-def]
+@kernel(FloatRows, Doubles, Longs, Longs, FloatsOut, Longs, returns=Nothing)
+def _sample_rows(logits, temperatures, seeds, positions, lowest, tokens):  # type: ignore[no-untyped-def]
     """Write the token of each row. The noise is only computed where it may be large enough, which few tokens reach."""
     for row in range(len(logits)):
         is_sampled = temperatures[row] > GREEDY_BELOW
@@ -201,6 +218,8 @@ def _sample_rows(logits, temperatures, seeds, positions, tokens):  # type: ignor
         for candidate in range(logits.shape[1]):
             score = logits[row, candidate] / divisor
             if is_sampled and score > -np.inf:
+                if score < lowest[row]:
+                    continue
                 # Noise above x has a random number below exp(-x), hence below this power of two.
                 octaves = max(np.float32(0.0), (best - score) * np.float32(LOG2_E) - np.float32(0.01))
                 if octaves >= 33.0:
@@ -217,10 +236,7 @@ def _sample_rows(logits, temperatures, seeds, positions, tokens):  # type: ignor
 def sample_tokens_on_device(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, limits: Limits | None = None
 ) -> Tensor:
-    """Sample the same tokens with settings on the device, without waiting for it: all rows run the same operations.
-
-    logits: float32 [M, V]. temperatures: float64 [M]. seeds, positions: int64 [M]. Returns int64 [M].
-    """
+    """Return the same tokens as `sample_tokens`, without waiting for the device: all rows run the same operations."""
     if limits is None:
         lowest = torch.full_like(temperatures, float("-inf"))
     else:

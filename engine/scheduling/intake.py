@@ -44,23 +44,20 @@ class Intake:
         self._grammars = grammars
         self._adapters = adapters
 
-    def longest(self, request: Request) -> int:
-        """Return the largest number of tokens, prompt and output, that a request may reach.
-
-        Raises UserError for a request that cannot run.
-        """
-        return self._check(request)[0]
-
     def sequence(self, sequence_id: int, request: Request) -> Sequence:
         """Return a new sequence. Raises UserError for a request that cannot run."""
-        longest, grammar = self._check(request)
+        longest, grammar = self.check(request)
         if request.sampling.verification is None and self._config.verification != "exact":
             request = replace(request, sampling=replace(request.sampling, verification=self._config.verification))
         stopping = Stopping(request, self._model.eos_token_ids, self._decode)
         return Sequence(sequence_id, request, longest, stopping, grammar)
 
-    def _check(self, request: Request) -> tuple[int, GrammarState | None]:
-        """Return what `longest` does, and the grammar's state before the first token, if the request has one."""
+    def check(self, request: Request) -> tuple[int, GrammarState | None]:
+        """Return the largest number of tokens, prompt and output, that a request may reach.
+
+        The second value is the grammar's state before the first token, if the request has one. Raises UserError for a
+        request that cannot run.
+        """
         request.check(self._model)
         self.window.check(len(request.prompt), request.sampling.max_tokens)
         request.check_drafting(self._drafters, self._config.max_draft)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -114,41 +113,6 @@ class PagePool:
         pool.links[:] = self.count
         pool.has_hash[:] = 0
         pool.places[:] = FREE
-
-    def check_integrity(self, owned: Sequence[np.ndarray]) -> None:
-        """Raise AssertionError unless the pool is consistent with `owned`, the page tables of all owners.
-
-        Each page must have as many owners as tables contain it, be free at most once and not while it is owned; only
-        registered pages have several owners; each registered page is found by its hash.
-        """
-        pool = self.arrays
-        pages = np.concatenate([np.empty(0, np.int64), *owned]).astype(np.int64)
-        if len(pages) and not 0 <= pages.min() <= pages.max() < self.count:
-            raise AssertionError("a page is unknown")
-        owners = np.bincount(pages, minlength=self.count)
-        if (owners != pool.owners).any():
-            raise AssertionError("a page is lost, or has another number of owners than is counted")
-        unused, idle = pool.unused[: pool.counts[UNUSED]].tolist(), self._idle()
-        if sorted([*unused, *idle, *np.flatnonzero(owners)]) != list(range(self.count)):
-            raise AssertionError("a page is free twice, or free and owned")
-        if len(idle) != pool.counts[IDLE] or not pool.has_hash[idle].all() or pool.has_hash[unused].any():
-            raise AssertionError("an idle page has no hash, or an unused page has one")
-        if ((owners > 1) & (pool.has_hash == 0)).any():
-            raise AssertionError("a page without a hash is shared")
-        registered = np.flatnonzero(pool.has_hash)
-        if [self.find(pool.hashes[[page]]).tolist() for page in registered] != [[page] for page in registered]:
-            raise AssertionError("a registered page is not found by its hash")
-        if np.count_nonzero(pool.places != FREE) != len(registered):
-            raise AssertionError("the index holds other pages than those with a hash")
-
-    def _idle(self) -> list[int]:
-        """Return the idle pages, the least recently used first."""
-        pages: list[int] = []
-        page = int(self.arrays.links[self.count, AFTER])
-        while page != self.count and len(pages) <= self.count:
-            pages.append(page)
-            page = int(self.arrays.links[page, AFTER])
-        return pages
 
 
 @inline

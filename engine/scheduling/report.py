@@ -71,7 +71,7 @@ class StepReport:
     finished: dict[int, Completion] = field(default_factory=dict)
     """Completions by the ids that `Engine.add` returned."""
     refused: dict[int, str] = field(default_factory=dict)
-    """Reasons why requests in `finished` were aborted: an adapter cannot be read, or a grammar cannot continue."""
+    """Reasons why requests in `finished` were aborted: their grammars cannot continue."""
     restarted: list[int] = field(default_factory=list)
     """Requests whose output so far was dropped, because the weights changed."""
     times: StageTimes = field(default_factory=StageTimes)

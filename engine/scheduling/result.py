@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.drafters.drafts import Drafts
+from engine.drafters.drafts import DETERMINISTIC, Drafts
 from engine.drafters.sources import NO_SOURCES
 from engine.scheduling.kernels import FIRST_TOKEN, PRODUCED, VERIFIED, Counts
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, StepPlan
-from engine.scheduling.table import SEQUENCE_ID
+from engine.scheduling.table import KIND, SAMPLED, SEQUENCE_ID
 from engine.speculation.draft_tree import depths_of, find_paths
 
 if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # The HTTP process imports this module and must not import Py
 
     from engine.sampling.grammar_state import GrammarError
     from engine.sampling.logprobs import Logprobs
+    from ssd.acceptance import AcceptanceTable
 
 
 class ResultArrays(NamedTuple):
@@ -190,6 +191,24 @@ class StepResult:
             source[self.is_verified], source[self.is_accepted],
             {int(order[at]): each for at, each in self.logprobs.items() if is_producing[at]},
         )  # fmt: skip
+
+    def teach(self, table: AcceptanceTable) -> np.ndarray:
+        """Let a table learn from the verified draft tokens whose parents were accepted.
+
+        Returns the depth of the deepest of these tokens in each draft, int64 [P], 0 where nothing is learned.
+        """
+        drafts = self.plan.drafts
+        if drafts.scores is None:
+            return np.zeros(len(self.lengths), np.int64)
+        is_verified, batch = self.is_verified, drafts.batch
+        if drafts.q_rows is not None:
+            # Drafts that are verified by rejection may be selected by depth instead of by rank.
+            owner, is_from_q = drafts.owner, is_verified & (drafts.q_rows != DETERMINISTIC)
+            is_verified &= np.bincount(owner, is_from_q, len(self.lengths))[owner] == 0
+        is_sampled = self.plan.table.state[self.plan.rows, KIND] & SAMPLED != 0
+        return table.learn(
+            is_sampled, batch.parents, batch.offsets, drafts.scores, self.draft_depths, is_verified, self.is_accepted
+        )
 
     def with_drafts(self, drafts: Drafts, indices: np.ndarray) -> StepResult:
         """Return the results as if the step had verified other drafts of some sequences.

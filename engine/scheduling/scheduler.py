@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from math import ceil
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.kernels import LACKING, PLANNED, allocate_draft_room, plan_decoding
-from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import NO_ROWS, StepPlan
 from engine.scheduling.sequence import Sequence
@@ -28,11 +27,6 @@ from engine.scheduling.table import (
     REGISTERED,
     RequestTable,
 )
-from ssd.errors import UserError
-
-if TYPE_CHECKING:  # tests of the scheduler need no PyTorch
-    from engine.models.lora.pool import AdapterPool
-
 
 BY_ARRIVAL = attrgetter("sequence_id")
 
@@ -51,40 +45,29 @@ class Scheduler:
     """Serves sequences in the order of their arrival.
 
     Pages are allocated as sequences grow. When they run out, the newest sequence is preempted: its pages are freed, and
-    it waits to be recomputed. The oldest sequence therefore always advances. Later sequences may be admitted
-    before a sequence whose adapter is not in memory.
+    it waits to be recomputed. The oldest sequence therefore always advances.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        pages: PagePool,
-        extra_rows: int = 0,
-        draft_ahead: int = 0,
-        adapters: AdapterPool | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, pages: PagePool, extra_rows: int = 0, draft_ahead: int = 0) -> None:
         """extra_rows: largest number of rows that the drafter adds to a sequence's part of a step. draft_ahead: number
-        of slots after the computed tokens that a step writes for the next draft. adapters: those that requests may use.
+        of slots after the computed tokens that a step writes for the next draft.
         """
         self.pages = pages
         self.table = RequestTable[Sequence](config.max_sequences, pages.count)
         self.waiting: deque[Sequence] = deque()
-        """In the order of arrival. They are newer than the running ones, except those that wait for their adapters."""
+        """In the order of arrival; all are newer than the running ones."""
         self.running: list[Sequence] = []
         """In the order of arrival."""
         self._admitted: list[Sequence] = []
         """Sequences that were admitted since the last call of `take_admitted`."""
         self._rows: np.ndarray | None = None
         """int64 [running]: their rows in the table; None after a change of `running`."""
-        self.refused: list[tuple[Sequence, UserError]] = []
-        """Sequences that `plan` removed because their adapter cannot be read; the engine empties it."""
         self.preemptions = 0
         self.is_draining = False
         """Whether sequences that have not begun stay waiting."""
         self._config = config
         self._extra_rows = extra_rows
         self._draft_ahead = draft_ahead
-        self._adapters = adapters
         # The slot of the last committed token; without the others, only the draft is worse.
         self._needed_ahead = min(draft_ahead, 1)
         self._watermark = ceil(config.watermark * pages.count)
@@ -200,8 +183,6 @@ class Scheduler:
         self._rows = None
         sequence.is_running = False
         sequence.state[ADMISSION] = 0
-        if self._adapters is not None and sequence.request.adapter is not None:
-            self._adapters.release(sequence.request.adapter)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, and free its pages and its row."""
@@ -233,59 +214,16 @@ class Scheduler:
             self._rows = np.array([sequence.row for sequence in self.running], np.int64)
         return self._rows
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if pages and sequences are inconsistent."""
-        self.pages.check_integrity([sequence.held_pages for sequence in self.running])
-        for sequences in (self.running, self.waiting):
-            ids = [sequence.sequence_id for sequence in sequences]
-            if ids != sorted(set(ids)):
-                raise AssertionError("sequences are not in the order of their arrival")
-        oldest = next((sequence.sequence_id for sequence in self.waiting if sequence.request.adapter is None), None)
-        if oldest is not None and any(sequence.sequence_id > oldest for sequence in self.running):
-            raise AssertionError("a sequence without an adapter was passed by a later one")
-        if any(len(sequence.held_pages) or sequence.computed for sequence in self.waiting):
-            raise AssertionError("a waiting sequence has pages")
-        for sequence in self.running:
-            self._check_pages(sequence)
-
-    def _check_pages(self, sequence: Sequence) -> None:
-        if len(sequence.held_pages) < self.pages.pages_for(sequence.computed):
-            raise AssertionError("a sequence has too few pages for its tokens")
-        full = sequence.computed // self.pages.page_size
-        known = self.pages.arrays.has_hash[sequence.held_pages] == 1
-        if known[full:].any():
-            raise AssertionError("a page is registered before it is full")
-        hashes = PageHashes(sequence.request.salt, sequence.request.adapter)
-        expected = hashes.of(sequence.tokens, min(full, len(sequence) // self.pages.page_size), self.pages.page_size)
-        pages = sequence.held_pages[: len(expected)]
-        if (self.pages.arrays.hashes[pages] != expected)[known[: len(expected)]].any():
-            raise AssertionError("a registered page does not hold the tokens of its hash")
-
     def _admit(self) -> None:
         """Move waiting sequences to the running ones while there is room for them."""
-        self._admit_ready()
-        if self.waiting and not self.running and self._adapters is not None:
-            self._adapters.wait()
-            self._admit_ready()
-
-    def _admit_ready(self) -> None:
-        """Admit sequences up to the first one that lacks pages; those that have to wait otherwise are skipped."""
         if not self.waiting:
             return
         state = self.table.state[self._running_rows()]
         reserved = int(np.maximum(0, -(-state[:, LENGTH] // self.pages.page_size) - state[:, PAGES]).sum())
-        skipped: list[Sequence] = []
-        missing: set[str] = set()
         while self.waiting and len(self.running) < self._config.max_sequences:
             sequence = self.waiting[0]
-            try:
-                must_wait = self.is_draining and not sequence.preemptions
-                if must_wait or not self._has_adapter(sequence, missing):
-                    skipped.append(self.waiting.popleft())
-                    continue
-            except UserError as problem:
-                self.refused.append((self.waiting.popleft(), problem))
-                continue
+            if self.is_draining and not sequence.preemptions:
+                break
             found = self._find_prefix(sequence)
             needed = reserved + self.pages.pages_for(len(sequence)) - self.pages.count_owned(found)
             if sequence.row == NO_ROW and not self.table.has_room:
@@ -295,26 +233,10 @@ class Scheduler:
                 break
             self._start(self.waiting.popleft(), found)
             reserved += self._missing_pages(sequence, len(sequence))
-        self.waiting.extendleft(reversed(skipped))
-
-    def _has_adapter(self, sequence: Sequence, missing: set[str]) -> bool:
-        """Return whether a sequence can run with its adapter now; otherwise add the adapter to `missing`.
-
-        missing: adapters for which older sequences wait. Raises UserError for an adapter that cannot be read.
-        """
-        name = sequence.request.adapter
-        if self._adapters is None or name is None:
-            return True
-        if name not in missing and self._adapters.prepare(name, missing):
-            return True
-        missing.add(name)
-        return False
 
     def _start(self, sequence: Sequence, found: np.ndarray) -> None:
         """Let a sequence run, with pages of the prefix cache for its first tokens, int32."""
-        if self._adapters is not None and sequence.request.adapter is not None:
-            self._adapters.acquire(sequence.request.adapter)
-        insort(self.running, sequence, key=BY_ARRIVAL)
+        self.running.append(sequence)
         self._rows = None
         sequence.is_running = True
         if sequence.row == NO_ROW:

@@ -64,6 +64,14 @@ class Sequence:
         self.sequence_id = sequence_id
         self.request = request
         self.max_length = max_length
+        self.begin(stopping or Stopping(request), grammar)
+
+    def begin(self, stopping: Stopping, grammar: GrammarState | None) -> None:
+        """Set the state before the first step; the output of a sequence that has run before is dropped.
+
+        stopping, grammar: new ones for its request. It must neither run nor have a row.
+        """
+        request, max_length = self.request, self.max_length
         self.is_running = False
         """Whether it is among the scheduler's running sequences."""
         self.row = NO_ROW
@@ -74,7 +82,7 @@ class Sequence:
         self.cached_tokens = 0
         """Number of prompt tokens whose keys and values were in the prefix cache when the sequence started."""
         self.preemptions = 0
-        self.stopping = stopping or Stopping(request)
+        self.stopping = stopping
         self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalizes else None
         """Counts for penalties; None if the request has none."""
         self.grammar = grammar
@@ -90,7 +98,7 @@ class Sequence:
         self.state = np.zeros(COLUMNS, np.int64)
         """int64 [COLUMNS], see `engine.scheduling.table`: its row there, or its own."""
         self.state[[SEQUENCE_ID, TEXT, LENGTH, PROMPT, LIMIT, MAX_DRAFT, END, KIND]] = (
-            sequence_id, self._tokens.ctypes.data, len(request.prompt), len(request.prompt), max_length,
+            self.sequence_id, self._tokens.ctypes.data, len(request.prompt), len(request.prompt), max_length,
             _largest_draft(request), self._how_it_ends(), _kind_of(request.sampling),
         )  # fmt: skip
 
@@ -140,10 +148,6 @@ class Sequence:
         """Largest number of tokens that steps in flight may append."""
         return int(self.state[IN_FLIGHT])
 
-    @in_flight.setter
-    def in_flight(self, tokens: int) -> None:
-        self.state[IN_FLIGHT] = tokens
-
     @property
     def recorded_rest(self) -> np.ndarray:
         """uint32 [n]: recorded tokens that follow the committed ones."""
@@ -180,10 +184,6 @@ class Sequence:
         """Start again after a preemption, with all committed tokens as the prompt."""
         self.state[[COMPUTED, IN_FLIGHT, PAGES, REGISTERED, ADMISSION]] = 0
         self.preemptions += 1
-
-    def begin_again(self, fresh: Sequence) -> None:
-        """Drop the output and all other state of a sequence that does not run. fresh: a new sequence of its request."""
-        vars(self).update(vars(fresh))
 
     def commit(
         self,

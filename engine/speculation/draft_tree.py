@@ -29,9 +29,7 @@ class DraftTree:
     @cached_property
     def depths(self) -> np.ndarray:
         """int64 [k]: distance of each draft token from the context, at least 1."""
-        depths = np.empty(len(self.parents), np.int64)
-        _fill_depths(self.parents, depths)
-        return depths
+        return depths_of(self.parents, np.array([0, len(self.parents)], np.uint32))
 
 
 @kernel(Parents, BoolRows, returns=Nothing)
@@ -41,12 +39,6 @@ def _fill_sees(parents, sees):
         while at >= 0:
             sees[node, at] = True
             at = parents[at]
-
-
-@kernel(Parents, Longs, returns=Nothing)
-def _fill_depths(parents, depths):
-    for node in range(len(parents)):
-        depths[node] = depths[parents[node]] + 1 if parents[node] >= 0 else 1
 
 
 def straight_length(parents: np.ndarray) -> int:
@@ -75,12 +67,12 @@ def _fill_straight_lengths(parents, offsets, lengths):
 def depths_of(parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Return `DraftTree.depths` of each draft of a batch, int64 [T]; parents and offsets as in `DraftBatch`."""
     depths = np.empty(len(parents), np.int64)
-    _fill_all_depths(parents, offsets, depths)
+    _fill_depths(parents, offsets, depths)
     return depths
 
 
 @kernel(Parents, Tokens, Longs, returns=Nothing)
-def _fill_all_depths(parents, offsets, depths):
+def _fill_depths(parents, offsets, depths):
     for index in range(len(offsets) - 1):
         first = np.int64(offsets[index])
         for node in range(first, np.int64(offsets[index + 1])):

@@ -17,7 +17,7 @@ from engine.scheduling.plan import StepPlan
 from ssd.budget.backoff import MEASURED_RUNS, MIN_TRIAL_STEPS, Backoff
 from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import StepPrice, TokenBudget
-from ssd.kernels.budget import BUDGET, Budget, select
+from ssd.kernels.budget import open_budget, select
 from ssd.kernels.jit import Float, Floats, FloatsOut, Longs, Nothing, Parents, SourceCodes, Tokens, inline, kernel
 from ssd.types import NO_LIMITS, DraftBatch, DraftLimits
 
@@ -39,7 +39,7 @@ of the drafter that plain steps left out."""
 PLAIN_STEPS = 8
 """Smallest number of consecutive plain steps, from which their duration is known."""
 DEVICE_TRIAL = 4.0
-"""What a trial of drafting may cost, in durations of a plain step; a step that drafts costs a large part of one."""
+"""Largest cost of a trial of drafting, in durations of a plain step. One step that drafts costs a large part of it."""
 DRAFTING_RUNS = 256, 256
 """Number of consecutive steps that draft, after which the duration of plain steps is measured again."""
 
@@ -91,7 +91,7 @@ class DraftSelection:
         self._budget.prepare(sequences, plan.scheduled_tokens + plan.extra_rows - sequences)
         lengths = np.empty(len(usable), np.int64)
         self._expected += select_calibrated(
-            *self._budget.arrays, drafts.accept_prob, drafts.parents, drafts.source, drafts.offsets, usable,
+            self._budget.addresses, drafts.accept_prob, drafts.parents, drafts.source, drafts.offsets, usable,
             self.calibration, lengths,
         )  # fmt: skip
         return lengths
@@ -224,13 +224,11 @@ def path_probs(accept_prob, parents, first, end, likely):
         likely[token] = accept_prob[token] * (np.float32(1) if parent < 0 else likely[first + parent])
 
 
-@kernel(*BUDGET, Floats, Parents, SourceCodes, Tokens, Longs, Float, Longs, returns=Float)
-def select_calibrated(
-    knots, seconds, sizes, paddings, facts, state, accept_prob, parents, sources, offsets, usable, calibration, lengths
-):
+@kernel(Longs, Floats, Parents, SourceCodes, Tokens, Longs, Float, Longs, returns=Float)
+def select_calibrated(budget, accept_prob, parents, sources, offsets, usable, calibration, lengths):
     """Write how many tokens of each draft to verify, int64 [B]; return how many are expected to be accepted.
 
-    The first arguments are a `Budget`. accept_prob, parents, sources, offsets: as in `DraftBatch`. usable: int64 [B],
+    budget: `TokenBudget.addresses`. accept_prob, parents, sources, offsets: as in `DraftBatch`. usable: int64 [B],
     number of leading tokens of each draft that can be verified. calibration: factor of path probabilities.
     """
     count, bounds = len(accept_prob), offsets.astype(np.int64)
@@ -242,7 +240,7 @@ def select_calibrated(
             # What a grammar forces is accepted with certainty, and says nothing about the drafter.
             is_certain = sources[token] == GRAMMAR and likely[token] == 1
             calibrated[token] = likely[token] if is_certain else likely[token] * calibration
-    select(Budget(knots, seconds, sizes, paddings, facts, state), calibrated, bounds, lengths)
+    select(open_budget(budget), calibrated, bounds, lengths)
     expected = 0.0
     for index in range(len(usable)):
         first = bounds[index]

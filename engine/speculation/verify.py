@@ -17,11 +17,11 @@ from torch import Tensor
 
 from engine.drafters.drafts import DETERMINISTIC
 from engine.executor.batch import offsets
+from engine.executor.kernels.sample import sample_tokens
 from engine.sampling.grammar_state import GrammarError
 from engine.sampling.logprobs import compute_parts
-from engine.sampling.noise import greedy_tokens
+from engine.sampling.noise import RowSettings, greedy_tokens, probabilities, row_settings
 from engine.sampling.processors import Rows, process_logits
-from engine.sampling.sampler import RowSettings, probabilities, row_settings, sample
 from engine.scheduling.kernels import FIRST_TOKEN, PRODUCED, VERIFIED
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
@@ -47,7 +47,7 @@ def verify_drafts(result: StepResult, indices: np.ndarray, logits: Tensor) -> No
         if len(chosen):
             rows = np.concatenate([np.arange(*bounds[at : at + 2]) for at in chosen.tolist()])
             own = logits if len(rows) == bounds[-1] else logits[rows]
-            verify(result, Part.of(plan, indices[chosen], own))
+            verify(result, VerifiedSequences.of(plan, indices[chosen], own))
     result.lengths[indices] = result.values[indices, PRODUCED]
     _add_logprobs(result, indices, bounds, logits)
 
@@ -65,7 +65,7 @@ def uses_rejection(plan: StepPlan) -> np.ndarray:
     return is_sampled
 
 
-class Part(NamedTuple):
+class VerifiedSequences(NamedTuple):
     """Sequences that are verified in the same mode, with a row of logits after the context and each draft token."""
 
     plan: StepPlan
@@ -78,13 +78,12 @@ class Part(NamedTuple):
     """int64 [rows]: number of draft tokens before each row."""
     logits: Tensor
     """float32 [rows, V]: processed."""
-    settings: RowSettings
     errors: list[tuple[int, dict[int, GrammarError]]]
     """Errors of rows that a grammar cannot continue: the place of the sequence in `indices`, and the errors by index in
     its rows."""
 
     @classmethod
-    def of(cls, plan: StepPlan, indices: np.ndarray, logits: Tensor) -> Part:
+    def of(cls, plan: StepPlan, indices: np.ndarray, logits: Tensor) -> VerifiedSequences:
         """Return the part of some sequences. logits: float32 [rows, V], of their rows."""
         sequences = plan.table.of(plan.rows[indices])
         bounds = offsets(1 + plan.lengths[indices])
@@ -100,16 +99,19 @@ class Part(NamedTuple):
                 errors.append((place, {}))
                 rows = np.arange(bounds[place], bounds[place + 1])
                 adjusted.append(Rows(sequence, batch.tokens[own], tree, rows, errors[-1][1]))
-        samplings, counts = [sequence.request.sampling for sequence in sequences], np.diff(bounds)
-        texts = np.array([len(sequence) for sequence in sequences])
-        settings = row_settings(samplings, counts, texts.repeat(counts) + depths)
-        return cls(plan, indices, sequences, bounds, depths, process_logits(logits, adjusted), settings, errors)
+        return cls(plan, indices, sequences, bounds, depths, process_logits(logits, adjusted), errors)
+
+    def settings(self) -> RowSettings:
+        """Return the sampling settings of the rows."""
+        samplings, counts = [sequence.request.sampling for sequence in self.sequences], np.diff(self.bounds)
+        lengths = np.array([len(sequence) for sequence in self.sequences])
+        return row_settings(samplings, counts, lengths.repeat(counts) + self.depths, self.logits)
 
 
-def target_tokens(part: Part) -> np.ndarray:
+def target_tokens(part: VerifiedSequences) -> np.ndarray:
     """Return the target's token after each row, int64 [rows]; recorded tokens take precedence."""
     is_greedy = all(sequence.request.sampling.is_plain_greedy for sequence in part.sequences)
-    chosen = greedy_tokens(part.logits) if is_greedy else sample(part.logits, part.settings)
+    chosen = greedy_tokens(part.logits) if is_greedy else sample_tokens(part.logits, *part.settings())
     tokens = chosen.cpu().numpy().astype(np.int64)
     for place, sequence in enumerate(part.sequences):
         if sequence.request.recorded is not None:
@@ -120,7 +122,7 @@ def target_tokens(part: Part) -> np.ndarray:
     return tokens
 
 
-def _verify_exactly(result: StepResult, part: Part) -> None:
+def _verify_exactly(result: StepResult, part: VerifiedSequences) -> None:
     """Keep the draft tokens that equal the target's, up to the first row with an error."""
     batch, values = part.plan.drafts.batch, result.values
     paths = np.zeros((len(values), values.shape[1] - FIRST_TOKEN), np.int64)
@@ -140,14 +142,14 @@ def _verify_exactly(result: StepResult, part: Part) -> None:
                 result.errors[index] = errors[rows[end]]
 
 
-def _verify_by_rejection(result: StepResult, part: Part) -> None:
+def _verify_by_rejection(result: StepResult, part: VerifiedSequences) -> None:
     plan, batch, drafts = part.plan, part.plan.drafts.batch, []
     assert plan.drafts.q_rows is not None
     for index, sequence, row in zip(part.indices.tolist(), part.sequences, part.bounds.tolist(), strict=False):
         own = slice(int(batch.offsets[index]), int(batch.offsets[index]) + int(plan.lengths[index]))
         columns = batch.tokens[own], batch.parents[own], plan.drafts.q_rows[own]
         drafts.append(SampledDraft(*columns, row, sequence.request.sampling.seed, len(sequence)))
-    verdicts = verify_by_rejection(drafts, probabilities(part.logits, part.settings), plan.drafts.q)
+    verdicts = verify_by_rejection(drafts, probabilities(part.logits, part.settings()), plan.drafts.q)
     for index, draft, verdict in zip(part.indices.tolist(), drafts, verdicts, strict=True):
         tokens = np.append(draft.tokens[verdict.kept], np.uint32(verdict.token))
         result.values[index, PRODUCED] = len(tokens)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from drafter_service.client.tokenizer import TOKENIZER_FILE
 from engine.commands.progress import LongProgress
 from engine.commands.prompts import read_prompt_file
 from engine.models.checkpoint import CONFIG_FILE
@@ -20,7 +21,7 @@ from engine.models.heads.head import DraftHead
 from engine.models.heads.medusa import MedusaHeads
 from engine.models.loader import load_config, load_model, save_model
 from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
-from engine.models.tokenizer import TOKENIZER_FILE, Tokenizer
+from engine.models.tokenizer import Tokenizer
 from engine.training.acceptance import (
     MAX_PROMPT_TOKENS,
     PROMPTS,

@@ -25,7 +25,7 @@ DOCUMENT_FIELDS = ("prompt", "text", "completion")
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainingText:
     """Tokens to train on and held-out tokens, uint32 [N] each."""
 
     train: np.ndarray
@@ -49,7 +49,7 @@ class Text:
         return sides[0], sides[1]
 
 
-def library_text(target: Path, tokenizer: Tokenizer, end: int | None) -> Text:
+def library_text(target: Path, tokenizer: Tokenizer, end: int | None) -> TrainingText:
     """Return the files of the standard library that the shipped target was trained on, and those that were held out.
 
     end: as for `file_text`. Raises UserError unless this Python has the same library.
@@ -65,10 +65,10 @@ def library_text(target: Path, tokenizer: Tokenizer, end: int | None) -> Text:
         [tokenizer.encode(text, add_special_tokens=False) for text in _documents([root / name for name in files[side]])]
         for side in ("train", "held_out")
     )
-    return Text(*(_joined(side, end) for side in sides))
+    return TrainingText(*(_joined(side, end) for side in sides))
 
 
-def file_text(paths: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> Text:
+def file_text(paths: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> TrainingText:
     """Return the tokens of files. `.jsonl` files have a document per line, see `DOCUMENT_FIELDS`.
 
     end: the token between documents. Raises UserError for a file that cannot be read.
@@ -109,15 +109,15 @@ def _document(path: Path, number: int, line: str) -> str:
     return "".join(parts)
 
 
-def _split(documents: Sequence[np.ndarray], end: int | None) -> Text:
+def _split(documents: Sequence[np.ndarray], end: int | None) -> TrainingText:
     """Hold out every document whose number is a multiple of `HELD_OUT_EVERY`; of a single document, its end."""
     if len(documents) == 1:
         cut = len(documents[0]) * (HELD_OUT_EVERY - 1) // HELD_OUT_EVERY
-        return Text(*(part.astype(np.uint32) for part in (documents[0][:cut], documents[0][cut:])))
+        return TrainingText(*(part.astype(np.uint32) for part in (documents[0][:cut], documents[0][cut:])))
     sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     for number, document in enumerate(documents):
         sides[number % HELD_OUT_EVERY == 0].append(document)
-    return Text(*(_joined(side, end) for side in sides))
+    return TrainingText(*(_joined(side, end) for side in sides))
 
 
 def _joined(documents: Sequence[np.ndarray], end: int | None) -> np.ndarray:

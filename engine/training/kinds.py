@@ -81,7 +81,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Kind:
+class HeadKind:
     """A kind of head."""
 
     recipe: Recipe
@@ -126,20 +126,20 @@ def _chains(head: DraftHead, recipe: Recipe, target: Decoder) -> Objective:
 KINDS = {
     kind.recipe.kind: kind
     for kind in (
-        Kind(
+        HeadKind(
             Recipe("draft-model", 2_000_000, matrix_lr=0.01),
             _draft_model,
             "A copy of the target with {recipe.num_layers} of its layers; its embeddings are not trained",
             "the target's layers, evenly spaced",
         ),
-        Kind(
+        HeadKind(
             Recipe("mtp", 2_000_000, matrix_lr=0.005, other_lr=1e-3),
             lambda recipe, target, _text, sample: _chains(new_mtp(target, sample), recipe, target),
             "A multi-token prediction layer in MiMo's form: one decoder layer over the last state and the next token",
             "the target's last layer, and a projection that estimates its input by least squares",
             copies_layer=True,
         ),
-        Kind(
+        HeadKind(
             # Without norms, errors grow along chains: at 0.008 an EAGLE head became worse.
             Recipe("eagle", 2_000_000, matrix_lr=0.002, other_lr=5e-4),
             lambda recipe, target, _text, sample: _chains(new_eagle(target, sample), recipe, target),
@@ -147,14 +147,14 @@ KINDS = {
             "the target's last layer, and a projection that estimates its input by least squares",
             copies_layer=True,
         ),
-        Kind(
+        HeadKind(
             Recipe("eagle3", 2_000_000, matrix_lr=0.004, other_lr=1e-3),
             _eagle3,
             "An EAGLE-3 head: one decoder layer over three of the target's states and the next token",
             "the target's last layer, with projections that estimate its input by least squares",
             copies_layer=True,
         ),
-        Kind(
+        HeadKind(
             Recipe("medusa", 1_000_000, matrix_lr=0.01, depth=2),
             lambda recipe, target, _text, sample: MedusaObjective(new_medusa(target, recipe.depth, sample), target),
             "Medusa heads: {recipe.depth} residual blocks with output projections, on the last state",
@@ -177,7 +177,7 @@ def needed_layers(kind: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def new_objective(recipe: Recipe, target: Decoder, text: np.ndarray) -> Objective:
-    """Return a new head for the target with its loss, like `Kind.new`. text: windows, uint32 [W, T]."""
+    """Return a new head for the target with its loss, like `HeadKind.new`. text: windows, uint32 [W, T]."""
     sample = text[: -(-SAMPLE_TOKENS // recipe.window)]
     windows = read_windows(target, sample, needed_layers(recipe.kind, target.config))
     return KINDS[recipe.kind].new(recipe, target, text, windows)

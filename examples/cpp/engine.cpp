@@ -46,7 +46,7 @@ size_t run(ssd::Drafter& drafter, const std::vector<ssd::Tokens>& prompts) {
       limits.push_back(uint32_t(std::min<size_t>(MAX_DRAFT, MAX_TOKENS - each->output.size() - 1)));
     drafter.draft(running, limits);
     const auto began = ssd::Clock::now();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // The duration of a step of a real model.
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // The duration of a step of a real model.
     size_t tokens = running.size();
     for (ssd::Sequence* each : running) {
       tokens += each->draft.size();

@@ -80,8 +80,8 @@ class ClassicDrafter(CorpusDrafter):
         state, view = self._sequences.state[row], self.corpus.view
         draft = np.empty(limit, np.uint32)
         size, _, count, counted = most_frequent_continuation(
-            view.arrays[0],
-            view.arrays[2],
+            view.arrays.tiers,
+            view.arrays.ring,
             int(state[TEXT]),
             int(state[SIZE]),
             self._longest,

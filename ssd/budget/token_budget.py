@@ -9,19 +9,18 @@ import numpy as np
 
 from ssd.budget.backoff import MEASURED_RUNS, Backoff
 from ssd.budget.curve import MAX_SECONDS, StepCurve
-from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES
 from ssd.budget.totals import BudgetTotals
+from ssd.kernels.arrays import addresses_of, allocate
 from ssd.kernels.budget import (
-    FACTS,
     KNOTS,
     LENGTHS,
-    MAX_KNOTS,
     RAGGED,
     SEQUENCES,
     SIZES,
     START_STATE,
     TOKENS,
     WITHHELD,
+    Budget,
     largest_saving,
     record_rate,
     saved_steps,
@@ -36,7 +35,7 @@ constant_curve = lru_cache(16)(StepCurve.constant)
 
 
 class StepPrice(NamedTuple):
-    """What draft tokens and time are worth in a step."""
+    """Prices of draft tokens and of time in a step."""
 
     tokens_per_second: float
     """Mean rate of its sequences."""
@@ -54,19 +53,13 @@ class TokenBudget:
     def __init__(self, curve: StepCurve) -> None:
         """Raise ValueError for a curve with too many knots or padded shapes."""
         self.curve = curve
-        self.arrays = (
-            np.zeros(MAX_KNOTS),
-            np.zeros(MAX_KNOTS),
-            np.zeros(MAX_SIZES, np.int64),
-            np.zeros(MAX_LENGTHS, np.int64),
-            np.zeros(FACTS, np.int64),
-            np.array(START_STATE),
-        )
-        """The fields of `ssd.kernels.budget.Budget`."""
-        self._knots, self._seconds, self._sizes, self._lengths, self._facts, self._state = self.arrays
+        self.arrays = allocate(Budget)
+        self.arrays.state[:] = START_STATE
+        self.addresses = addresses_of(self.arrays)
+        """Argument of the kernels of `ssd.kernels.budget`."""
         self._backoff = Backoff(runs=MEASURED_RUNS if curve.is_learned else None)
         self._shown: tuple[object, ...] = ()
-        """What the arrays show: cost or revision of the curve, and number of sequences."""
+        """Contents of the arrays: cost or revision of the curve, and number of sequences."""
         self.prepare(1)
 
     def prepare(self, sequences: int, other_tokens: int = 0, cost: float | None = None) -> None:
@@ -79,28 +72,28 @@ class TokenBudget:
         shown = (cost, self.curve.revision if cost is None else 0, sequences)
         if shown != self._shown:
             self._write(self.curve if cost is None else constant_curve(cost), sequences)
-            self._facts[SEQUENCES] = sequences
+            self.arrays.facts[SEQUENCES] = sequences
             self._shown = shown
-        self._facts[TOKENS] = sequences + other_tokens
+        self.arrays.facts[TOKENS] = sequences + other_tokens
 
     @property
     def tokens_per_second(self) -> float:
         """Mean rate of the sequences of the step, in tokens per unit of time of the curve."""
-        return float(step_price(*self.arrays, 0)[0])
+        return float(step_price(self.addresses, 0)[0])
 
     @property
     def totals(self) -> BudgetTotals:
         """Totals of the curve, and of the draft tokens that were not worth verifying."""
         recorded = self.curve.totals
-        return BudgetTotals(recorded.sizes.copy(), recorded.ignored, int(self._state[WITHHELD]))
+        return BudgetTotals(recorded.sizes.copy(), recorded.ignored, int(self.arrays.state[WITHHELD]))
 
     def seconds(self, tokens: int) -> float:
         """Return the expected duration of the step with `tokens` tokens in all."""
-        return float(seconds_of(*self.arrays, tokens))
+        return float(seconds_of(self.addresses, tokens))
 
     def price(self, max_draft: int) -> StepPrice:
         """Return the price of the step; max_draft: maximum number of draft tokens of all sequences together."""
-        rate, least = step_price(*self.arrays, max_draft)
+        rate, least = step_price(self.addresses, max_draft)
         return StepPrice(rate, min(1.0, least))
 
     def select(self, path_probs: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -109,7 +102,7 @@ class TokenBudget:
         path_probs: float32 [T], not ascending within a draft. offsets: int64 [B + 1], into `path_probs`.
         """
         lengths = np.empty(len(offsets) - 1, np.int64)
-        select_drafts(*self.arrays, path_probs, offsets, lengths)
+        select_drafts(self.addresses, path_probs, offsets, lengths)
         return lengths
 
     def record(self, sequences: int, committed: float, verified: int, drafting_s: float = 0.0) -> None:
@@ -118,14 +111,14 @@ class TokenBudget:
         committed: number of tokens that these produced. verified: number of their verified draft tokens. drafting_s:
         time by which drafting delayed the step, in the unit of the curve.
         """
-        record_rate(*self.arrays, sequences, committed, verified, drafting_s)
+        record_rate(self.addresses, sequences, committed, verified, drafting_s)
 
     def saved(self, accepted: int, tokens: int, drafted: int) -> float:
         """Return the time that the drafts of a step saved, as a multiple of that of one token of each sequence.
 
         accepted: number of accepted draft tokens. tokens: all of the step, of which `drafted` are draft tokens.
         """
-        return float(saved_steps(*self.arrays, accepted, tokens, drafted))
+        return float(saved_steps(self.addresses, accepted, tokens, drafted))
 
     def largest_saving(self, longest: int, rows: int, position: float) -> float:
         """Return the largest time that drafts can save in a step, in which all draft tokens are accepted, as `saved`.
@@ -133,7 +126,7 @@ class TokenBudget:
         longest: largest number of draft tokens of a sequence. rows: number of further rows that the step runs for the
         drafter. position: time of drafting one token of each sequence, as a multiple of that of a step without drafts.
         """
-        return float(largest_saving(*self.arrays, longest, rows, position))
+        return float(largest_saving(self.addresses, longest, rows, position))
 
     def learn(self, progress: Progress) -> int:
         """Learn from the steps that an engine has run; return `DraftBatch.pause_steps`.
@@ -161,14 +154,14 @@ class TokenBudget:
         """Copy a curve into the arrays. Raises ValueError if it does not fit."""
         padding = curve.padding(sequences)
         for index, array, values in (
-            (KNOTS, self._knots, curve.knots),
-            (KNOTS, self._seconds, curve.row(sequences)),
-            (SIZES, self._sizes, padding.sizes),
-            (LENGTHS, self._lengths, padding.lengths),
+            (KNOTS, self.arrays.knots, curve.knots),
+            (KNOTS, self.arrays.seconds, curve.row(sequences)),
+            (SIZES, self.arrays.sizes, padding.sizes),
+            (LENGTHS, self.arrays.lengths, padding.lengths),
         ):
             if len(values) > len(array):
                 raise ValueError(f"a step-time curve has {len(values)} sizes; at most {len(array)} are supported")
             if len(values):  # Writing nothing would take a microsecond.
                 array[: len(values)] = values
-            self._facts[index] = len(values)
-        self._state[RAGGED] = curve.ragged_seconds(sequences)
+            self.arrays.facts[index] = len(values)
+        self.arrays.state[RAGGED] = curve.ragged_seconds(sequences)

@@ -25,7 +25,7 @@ from ssd.corpus.index import Index, MergeTimes, State
 from ssd.corpus.live import LiveTier
 from ssd.corpus.requests import NO_NAME, Forget, Text, hash_of
 from ssd.corpus.ring import SEPARATOR, check_tokens
-from ssd.corpus.view import View
+from ssd.corpus.view import RING_HEAD, View
 from ssd.errors import UserError
 from ssd.kernels.fallback import FallbackTable
 from ssd.kernels.learned import LearnedTables
@@ -80,7 +80,7 @@ class Corpus:
         """Whether the last refresh was not completed."""
         self._count_lock = threading.Lock()
         self._libraries: tuple[Corpus, ...] = ()
-        self.learned = LearnedTables()
+        self.learned = LearnedTables.new()
         self.fallback = FallbackTable(clock())
         self._refresh_lock = threading.Lock()
         self._wake = threading.Event()
@@ -162,7 +162,7 @@ class Corpus:
     @property
     def indexed(self) -> int:
         """Number of tokens in the newest view, counted since the corpus was made, separators included."""
-        return int(self.view.arrays[2][2])
+        return int(self.view.arrays.ring[RING_HEAD])
 
     @property
     def appended(self) -> int:

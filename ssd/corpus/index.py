@@ -21,7 +21,8 @@ from ssd.corpus.ring import SEPARATOR, Ring, check_capacity
 from ssd.corpus.suffix_array import keep_positions, usable_positions
 from ssd.corpus.threads import sort_in_threads
 from ssd.corpus.tier import Merge, SuffixArray, Tier, add_sorted, empty_suffix_array
-from ssd.corpus.view import LIVE, View
+from ssd.corpus.view import LIVE, View, ViewArrays
+from ssd.kernels.arrays import addresses_of
 from ssd.kernels.match import TIER_TEXT
 
 GAP_PART = 16
@@ -345,10 +346,8 @@ class Index:
         tiers = np.array([(self.ring.address, each.address, len(each), *ages) for each in suffix_arrays], np.int64)
         tiers[LIVE, TIER_TEXT] = self.live.address
         ring = np.array([self.ring.address, self._oldest, self.ring.head, self.ring.capacity], np.int64)
-        owners = self.live.owners
-        frame = [tiers.ctypes.data, len(tiers), owners.ctypes.data, len(owners), *ring.tolist()]
-        frame += [self.ring.tags.ctypes.data, len(self.ring.tags), self.live.tags.ctypes.data]
-        return View((tiers, owners, ring), suffix_arrays, np.array(frame, np.int64))
+        arrays = ViewArrays(tiers, ring, self.ring.tags, self.live.owners, self.live.tags)
+        return View(arrays, suffix_arrays, addresses_of(arrays, len(arrays.tags), len(arrays.owners)))
 
 
 def _keep(tier: Tier, marked: np.ndarray) -> int:

@@ -44,4 +44,4 @@ def _search(tiers, ring, context, depth):  # type: ignore[no-untyped-def]
 
 def longest_match(view: View, context: np.ndarray, depth: int) -> Match:
     """Return the longest match of the last `depth` tokens of a context, uint32 [N]."""
-    return Match(*_search(view.arrays[0], view.arrays[2], context, depth))
+    return Match(*_search(view.arrays.tiers, view.arrays.ring, context, depth))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,9 +51,10 @@ class Loaded(NamedTuple):
     """Contents that could not be used, and why."""
 
 
-def save(corpus: Corpus, path: str | Path, stats: Stats | None = None) -> int:
+def save(corpus: Corpus, path: str | Path, stats: Stats | None = None, *, max_tokens: int | None = None) -> int:
     """Write all finished requests and learned tables, and the counters if given; return the file's size in bytes.
 
+    max_tokens: number of tokens that are written at most, the newest; None for all.
     Any thread may call it while others draft, append and forget; none of them waits for the disk. It needs a few
     megabytes of memory, and 4 bytes for each token if a merge ends meanwhile, which leaves the old suffix array to it.
     A snapshot with the same path is replaced once the new one is safe on disk, unless text was forgotten meanwhile:
@@ -61,7 +63,7 @@ def save(corpus: Corpus, path: str | Path, stats: Stats | None = None) -> int:
     corpus.refresh()
     for _ in range(ATTEMPTS):
         forgotten = corpus.erasures
-        sections = _sections(corpus, stats)
+        sections = _sections(corpus, stats, max_tokens)
         try:
             return write_sections(Path(path), sections, lambda: _check_unforgotten(corpus, forgotten))  # noqa: B023
         except ReplacedError:
@@ -128,7 +130,7 @@ def load(
     if tables is None:
         notes.append("probabilities were learned by another version in other tables; learning starts again")
     else:
-        for own, saved in zip(corpus.learned.arrays, tables, strict=True):
+        for own, saved in zip(corpus.learned, tables, strict=True):
             own[:] = saved
     stats = _stats(sections, notes)
     for note in notes:
@@ -136,13 +138,16 @@ def load(
     return Loaded(corpus, stats, notes)
 
 
-def _sections(corpus: Corpus, stats: Stats | None) -> Generator[Section, None, None]:
+def _sections(corpus: Corpus, stats: Stats | None, max_tokens: int | None) -> Generator[Section, None, None]:
     # Read here: from Python 3.12 on, a generator that was closed before its first section would keep an argument.
     state = corpus.state()
-    size, covered = state.head - state.oldest, state.covered - state.oldest
+    left_out = 0 if max_tokens is None else max(0, state.head - state.oldest - max_tokens)
+    positions = _positions(state, left_out, corpus.depth)
+    state = replace(state, oldest=state.oldest + left_out)
+    size, covered = state.head - state.oldest, max(0, state.covered - state.oldest)
     yield Section("facts", "<i8", [np.array([corpus.depth, size, covered, tables_layout(), corpus.capacity])])
     yield Section("text", "<u4", _text(state))
-    yield Section("order", "<u4", _positions(state))
+    yield Section("order", "<u4", positions)
     rows = _rows(state)
     yield Section("requests.first", "<i8", [rows["first"]])
     yield Section("requests.name", "<i8", [rows["name"]])
@@ -160,13 +165,15 @@ def _text(state: State) -> Iterator[np.ndarray]:
         yield state.read(first, min(first + CHUNK, state.head))
 
 
-def _positions(state: State) -> Iterator[np.ndarray]:
-    """Yield the suffix array of the base tier, counted from the oldest position."""
+def _positions(state: State, left_out: int, depth: int) -> Iterator[np.ndarray]:
+    """Yield the suffix array of the base tier, without the positions whose keys reach into the oldest `left_out`
+    tokens, counted from the first token after these.
+    """
     slots, oldest = state.ring.capacity, state.oldest % state.ring.capacity
     for first in range(0, len(state.positions), CHUNK):
         part = state.positions[first : first + CHUNK].astype(np.int64) - oldest
         part[part < 0] += slots
-        yield part
+        yield part[part >= left_out + depth] - left_out if left_out else part
 
 
 def _rows(state: State) -> np.ndarray:
@@ -179,9 +186,8 @@ def _rows(state: State) -> np.ndarray:
 
 
 def _named(tables: LearnedTables) -> dict[str, np.ndarray]:
-    names = ("cells", "logits", "weights", "noise_weights")
-    # Files keep the names of the first version.
-    return {f"odds.{name}": array for name, array in zip(names, tables.arrays, strict=True)}
+    # Files keep the prefix of the first version.
+    return {f"odds.{name}": array for name, array in tables._asdict().items()}
 
 
 class _UnsoundError(Exception):
@@ -232,7 +238,7 @@ def _checked_rows(sections: Mapping[str, np.ndarray], size: int) -> np.ndarray:
 
 def _checked_tables(sections: Mapping[str, np.ndarray], layout: int) -> list[np.ndarray] | None:
     """Return the learned tables; None if this version lays them out differently."""
-    fresh = _named(LearnedTables())
+    fresh = _named(LearnedTables.new())
     if layout != tables_layout():
         return None
     for name, own in fresh.items():

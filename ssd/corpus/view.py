@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from ssd.corpus.tier import SuffixArray
-from ssd.kernels.match import SPAN_COLUMNS, TIER_COLUMNS
+from ssd.kernels.arrays import opener
+from ssd.kernels.match import TIER_COLUMNS
 
 BASE, FROZEN, RECENT, LIVE = range(4)
-"""Rows of a view's tiers, oldest text first."""
-RING_HEAD, RING_SLOTS = 2, 3
-"""Entries of a view's third array."""
-FRAME = 11
-"""Number of entries of a view's frame."""
-LIBRARY_TIERS = LIVE
-"""Number of tiers of a library: all but that of running requests."""
-LIBRARY_ROOM = LIBRARY_TIERS * (TIER_COLUMNS + SPAN_COLUMNS)
-_ROOM = np.zeros(LIBRARY_ROOM, np.int64)
+"""Rows of a view's tiers, oldest text first. A library is searched without the last one, that of running requests."""
+RING_TEXT, RING_OLDEST, RING_HEAD, RING_SLOTS = range(4)
+"""Entries of `ViewArrays.ring`: address of slot 0, oldest and next position, number of slots."""
+
+
+class ViewArrays(NamedTuple):
+    """The arrays of a view, as arguments of kernels."""
+
+    tiers: Annotated[np.ndarray, np.int64, LIVE + 1, TIER_COLUMNS]
+    """See `ssd.kernels.match`."""
+    ring: Annotated[np.ndarray, np.int64, RING_SLOTS + 1]
+    tags: Annotated[np.ndarray, np.uint16, "tags"]
+    """Tag of each `TAGGED` slots of the ring, see `ssd.corpus.rollout`."""
+    owners: Annotated[np.ndarray, np.int64, "blocks"]
+    """Owner of each block of the live tier."""
+    live_tags: Annotated[np.ndarray, np.uint16, "blocks"]
+    """Tag of each of these blocks."""
+
+
+open_view = opener(ViewArrays, "tags", "blocks")
+"""Returns the `ViewArrays` of `View.addresses` to a kernel."""
 
 
 @dataclass(frozen=True, eq=False)
 class View:
     """One state of the index. Nothing that it refers to is overwritten while it is held."""
 
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """Arguments of kernels: tiers, int64 [4, 5], see `ssd.kernels.match`; the owner of each block of the live tier,
-    int64; the ring's address, oldest position, head and number of slots, int64 [4]."""
+    arrays: ViewArrays
     suffix_arrays: tuple[SuffixArray, ...]
     """The suffix arrays at the tiers' addresses. Holding that of the base tier also keeps the ring's text unchanged."""
-    frame: np.ndarray
-    """int64: addresses and lengths of the first two arrays, then the third, then addresses and length of the tags of
-    the ring and the live tier; the argument of `ssd.kernels.step`."""
-
-
-def frame_of(view: View, libraries: Sequence[View]) -> np.ndarray:
-    """Return the frame of a view with libraries: all frames, then room for the libraries' tiers and spans."""
-    return np.concatenate([view.frame, *[library.frame for library in libraries], *[_ROOM] * len(libraries)])
+    addresses: np.ndarray
+    """int64: those of the arrays, as `open_view` expects them."""

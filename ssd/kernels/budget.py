@@ -12,12 +12,13 @@ decides for all sequences together which tokens of their drafts are verified.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
-from numba import types
 
-from ssd.kernels.jit import Doubles, Float, FloatPair, Int, Longs, Nothing, inline, kernel, outline
+from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES
+from ssd.kernels.arrays import opener
+from ssd.kernels.jit import Float, FloatPair, Floats, Int, Longs, Nothing, inline, kernel, outline
 
 MAX_KNOTS = 128
 """Largest number of knots of a step-time curve."""
@@ -50,18 +51,19 @@ CUT_DECAY = 0.8
 class Budget(NamedTuple):
     """The arrays of a `ssd.budget.token_budget.TokenBudget`."""
 
-    knots: np.ndarray
-    """float64: ascending numbers of tokens."""
-    seconds: np.ndarray
-    """float64: duration of a step with that number of tokens, without `RAGGED`; linear in between, and beyond."""
-    sizes: np.ndarray
-    """int64: ascending numbers of tokens that the engine pads steps to; larger steps are not padded."""
-    lengths: np.ndarray
-    """int64: ascending lengths of drafts; the engine pads all drafts of a step to one of them. Empty: it does not."""
-    facts: np.ndarray
-    """int64 [FACTS]."""
-    state: np.ndarray
-    """float64 [STATE]."""
+    knots: Annotated[np.ndarray, np.float64, MAX_KNOTS]
+    """Ascending numbers of tokens."""
+    seconds: Annotated[np.ndarray, np.float64, MAX_KNOTS]
+    """Duration of a step with that number of tokens, without `RAGGED`; linear in between, and beyond."""
+    sizes: Annotated[np.ndarray, np.int64, MAX_SIZES]
+    """Ascending numbers of tokens that the engine pads steps to; larger steps are not padded."""
+    lengths: Annotated[np.ndarray, np.int64, MAX_LENGTHS]
+    """Ascending lengths of drafts; the engine pads all drafts of a step to one of them. Empty: it does not."""
+    facts: Annotated[np.ndarray, np.int64, FACTS]
+    state: Annotated[np.ndarray, np.float64, STATE]
+
+
+open_budget = opener(Budget)
 
 
 @inline
@@ -237,43 +239,39 @@ def _cut_drafts(probs, offsets, lengths, likeliest, total):  # type: ignore[no-u
         lengths[index] = length
 
 
-BUDGET = (Doubles, Doubles, Longs, Longs, Longs, Doubles)
-"""Types of the arrays of a `Budget`."""
-_Probs = types.Array(types.float32, 1, "C", readonly=True)
+@kernel(Longs, Floats, Longs, Longs, returns=Int)
+def select_drafts(addresses, probs, offsets, selected):  # type: ignore[no-untyped-def]
+    """See `select`. The first argument of this and the following kernels has the addresses of a `Budget`."""
+    return select(open_budget(addresses), probs, offsets, selected)
 
 
-@kernel(*BUDGET, _Probs, Longs, Longs, returns=Int)
-def select_drafts(knots, seconds, sizes, lengths, facts, state, probs, offsets, selected):  # type: ignore[no-untyped-def]
-    """Select with the arrays of a `Budget`; see `select`."""
-    return select(Budget(knots, seconds, sizes, lengths, facts, state), probs, offsets, selected)
-
-
-@kernel(*BUDGET, Int, returns=FloatPair)
-def step_price(knots, seconds, sizes, lengths, facts, state, most):  # type: ignore[no-untyped-def]
-    """Return `tokens_per_second` and `least_path_prob` with the arrays of a `Budget`."""
-    budget = Budget(knots, seconds, sizes, lengths, facts, state)
+@kernel(Longs, Int, returns=FloatPair)
+def step_price(addresses, most):  # type: ignore[no-untyped-def]
+    """Return `tokens_per_second` and `least_path_prob`."""
+    budget = open_budget(addresses)
     return tokens_per_second(budget), np.float64(least_path_prob(budget, most))
 
 
-@kernel(*BUDGET, Int, returns=Float)
-def seconds_of(knots, seconds, sizes, lengths, facts, state, tokens):  # type: ignore[no-untyped-def]
-    """Return `step_seconds` with the arrays of a `Budget`."""
-    return step_seconds(Budget(knots, seconds, sizes, lengths, facts, state), tokens)
+@kernel(Longs, Int, returns=Float)
+def seconds_of(addresses, tokens):  # type: ignore[no-untyped-def]
+    """Return `step_seconds`."""
+    return step_seconds(open_budget(addresses), tokens)
 
 
-@kernel(*BUDGET, Int, Int, Int, returns=Float)
-def saved_steps(knots, seconds, sizes, lengths, facts, state, accepted, tokens, drafted):  # type: ignore[no-untyped-def]
+@kernel(Longs, Int, Int, Int, returns=Float)
+def saved_steps(addresses, accepted, tokens, drafted):  # type: ignore[no-untyped-def]
     """See `TokenBudget.saved`."""
-    budget, sequences = Budget(knots, seconds, sizes, lengths, facts, state), facts[SEQUENCES]
+    budget = open_budget(addresses)
+    sequences = budget.facts[SEQUENCES]
     longer = step_seconds(budget, tokens) - step_seconds(budget, tokens - drafted)
     return accepted / sequences - longer / step_seconds(budget, sequences)
 
 
-@kernel(*BUDGET, Int, Int, Float, returns=Float)
-def largest_saving(knots, seconds, sizes, lengths, facts, state, longest, rows, position):  # type: ignore[no-untyped-def]
+@kernel(Longs, Int, Int, Float, returns=Float)
+def largest_saving(addresses, longest, rows, position):  # type: ignore[no-untyped-def]
     """See `TokenBudget.largest_saving`."""
-    budget, best = Budget(knots, seconds, sizes, lengths, facts, state), -np.inf
-    sequences, plain = facts[SEQUENCES], facts[TOKENS]
+    budget, best = open_budget(addresses), -np.inf
+    sequences, plain = budget.facts[SEQUENCES], budget.facts[TOKENS]
     one, before = step_seconds(budget, sequences), step_seconds(budget, plain)
     for length in range(1, longest + 1):
         longer = step_seconds(budget, plain + rows + length * sequences) - before
@@ -281,7 +279,7 @@ def largest_saving(knots, seconds, sizes, lengths, facts, state, longest, rows, 
     return best
 
 
-@kernel(*BUDGET, Int, Float, Int, Float, returns=Nothing)
-def record_rate(knots, seconds, sizes, lengths, facts, state, sequences, committed, verified, drafting):  # type: ignore[no-untyped-def]
-    """Call `update_rate` with the arrays of a `Budget`."""
-    update_rate(Budget(knots, seconds, sizes, lengths, facts, state), sequences, committed, verified, drafting)
+@kernel(Longs, Int, Float, Int, Float, returns=Nothing)
+def record_rate(addresses, sequences, committed, verified, drafting):  # type: ignore[no-untyped-def]
+    """See `update_rate`."""
+    update_rate(open_budget(addresses), sequences, committed, verified, drafting)

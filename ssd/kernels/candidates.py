@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -20,42 +20,25 @@ OWN_FIRST = (LOCAL, GLOBAL)
 OLDEST = np.int64(1 << 62)
 
 
-class Counted(NamedTuple):
+class CountedTokens(NamedTuple):
     """Counts of the tokens that follow a node. A row is a level of a source's evidence."""
 
-    tokens: np.ndarray
-    """uint32 [CONSIDERED]."""
-    samples: np.ndarray
-    """int64 [CONSIDERED, ROWS]: number of samples that the token follows."""
-    masks: np.ndarray
-    """int32 [CONSIDERED, ROWS]: mask of these samples."""
-    agreeing: np.ndarray
-    """int64 [ROWS]: number of samples that agree with the path to the node."""
-    newest: np.ndarray
-    """uint32 [ROWS]: the token that follows the newest of these samples; the separator if a request ends there."""
-    newest_ages: np.ndarray
-    """int64 [ROWS]: ages of the newest samples."""
-    predicted: np.ndarray
-    """uint32 [SOURCES]: the tokens that the pointers predict; the separator for none."""
-    scores: np.ndarray
-    """float64 [CONSIDERED]: scratch of `keep_best`."""
-    following: np.ndarray
-    """uint32 [SAMPLES]: scratch of `count_continuations`, the token that follows each sample of a row."""
-
-
-def new_counted() -> Counted:
-    """Allocate the arrays for one node."""
-    return Counted(
-        np.empty(CONSIDERED, np.uint32),
-        np.zeros((CONSIDERED, ROWS), np.int64),
-        np.zeros((CONSIDERED, ROWS), np.int32),
-        np.zeros(ROWS, np.int64),
-        np.empty(ROWS, np.uint32),
-        np.empty(ROWS, np.int64),
-        np.empty(SOURCES, np.uint32),
-        np.empty(CONSIDERED, np.float64),
-        np.empty(SAMPLES, np.uint32),
-    )
+    tokens: Annotated[np.ndarray, np.uint32, CONSIDERED]
+    samples: Annotated[np.ndarray, np.int64, CONSIDERED, ROWS]
+    """Number of samples that the token follows."""
+    masks: Annotated[np.ndarray, np.int32, CONSIDERED, ROWS]
+    """Mask of these samples."""
+    agreeing: Annotated[np.ndarray, np.int64, ROWS]
+    """Number of samples that agree with the path to the node."""
+    newest: Annotated[np.ndarray, np.uint32, ROWS]
+    """The token that follows the newest of these samples; the separator if a request ends there."""
+    newest_ages: Annotated[np.ndarray, np.int64, ROWS]
+    predicted: Annotated[np.ndarray, np.uint32, SOURCES]
+    """The tokens that the pointers predict; the separator for none."""
+    scores: Annotated[np.ndarray, np.float64, CONSIDERED]
+    """Scratch of `keep_best`."""
+    following: Annotated[np.ndarray, np.uint32, SAMPLES]
+    """Scratch of `count_continuations`: the token that follows each sample of a row."""
 
 
 @inline

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from ssd.corpus.ring import SEPARATOR
-from ssd.kernels.candidates import Counted
+from ssd.kernels.candidates import CountedTokens
 from ssd.kernels.jit import bit_length, inline, outline, prefetch
 from ssd.kernels.probabilities import (
     BLEND_INPUT,
@@ -61,18 +61,18 @@ BLEND_PRIOR = np.float32(0.02)
 class Levels(NamedTuple):
     """Summary of a node's evidence, one row per level of a source."""
 
-    totals: np.ndarray
-    """int64 [ROWS]: occurrences that agree with the path, estimated from the samples; 0 for a row that is not used."""
-    lengths: np.ndarray
-    """int64 [ROWS]: tokens that they have in common with the context and the path."""
-    different: np.ndarray
-    """int64 [ROWS]: number of different tokens that follow them."""
-    longest: np.ndarray
-    """int64 [SOURCES]: length of the longest match of a source, 0 for none."""
-    cells: np.ndarray
-    """int64 [ROWS]: first cell for their length and count."""
-    per_sample: np.ndarray
-    """float32 [ROWS]: 1 / (samples that agree with the path + different)."""
+    totals: Annotated[np.ndarray, np.int64, ROWS]
+    """Occurrences that agree with the path, estimated from the samples; 0 for a row that is not used."""
+    lengths: Annotated[np.ndarray, np.int64, ROWS]
+    """Tokens that they have in common with the context and the path."""
+    different: Annotated[np.ndarray, np.int64, ROWS]
+    """Number of different tokens that follow them."""
+    longest: Annotated[np.ndarray, np.int64, SOURCES]
+    """Length of the longest match of a source, 0 for none."""
+    cells: Annotated[np.ndarray, np.int64, ROWS]
+    """First cell for their length and count."""
+    per_sample: Annotated[np.ndarray, np.float32, ROWS]
+    """1 / (samples that agree with the path + different)."""
 
 
 class Mixture(NamedTuple):
@@ -83,17 +83,11 @@ class Mixture(NamedTuple):
     """Rows of the node in the tables of `ssd.sequences.tables`."""
     candidate_count: int
     """Number of candidates."""
-    counted: Counted
+    counted: CountedTokens
     levels: Levels
     logits: np.ndarray
     weights: np.ndarray
     """Weights of the node's set, float32 [INPUTS]."""
-
-
-def new_levels() -> Levels:
-    """Allocate the arrays for one node."""
-    totals, lengths, different, cells = (np.zeros(ROWS, np.int64) for _ in range(4))
-    return Levels(totals, lengths, different, np.zeros(SOURCES, np.int64), cells, np.zeros(ROWS, np.float32))
 
 
 @inline
@@ -259,6 +253,8 @@ def estimate(node, candidates, estimates, count, before, evidence, counted, leve
         candidates[index, 0] = np.int32(counted.tokens[index])
         for row in range(ROWS):
             candidates[index, CANDIDATE_MASKS + row] = counted.masks[index, row]
-    mixture = Mixture(candidates, estimates, count, counted, levels, model.logits, model.weights[weight_set])
+    mixture = Mixture(
+        candidates, estimates, count, counted, levels, model.learned.logits, model.learned.weights[weight_set]
+    )
     _mix(mixture, node, before, second)
     return _correct(mixture, depth)

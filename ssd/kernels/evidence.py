@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -53,33 +53,20 @@ class SearchedText(NamedTuple):
 class Evidence(NamedTuple):
     """The evidence found so far. Each search finds up to LEVELS levels, longest match first."""
 
-    found_at: np.ndarray
-    """int64 [searches]: number of draft tokens that were part of the searched context."""
-    lengths: np.ndarray
-    """int64 [searches, LEVELS]: tokens matched."""
-    totals: np.ndarray
-    """int64 [searches, LEVELS]: number of occurrences."""
-    counts: np.ndarray
-    """int64 [searches, LEVELS]: number of samples, 0 where there is no such level."""
-    addresses: np.ndarray
-    """int64 [searches, LEVELS, SAMPLES]: address of the token that follows each sample."""
-    ages: np.ndarray
-    """int64 [searches, LEVELS, SAMPLES]: number of tokens remembered after the sample; below 0 in the live tier."""
-    second: np.ndarray
-    """int64 [searches]: what the second level is: OF_SHORTER, OF_GROUP or OF_LIBRARIES."""
-
-
-def new_evidence(searches: int) -> Evidence:
-    """Allocate the arrays for `searches` searches."""
-    return Evidence(
-        np.zeros(searches, np.int64),
-        np.zeros((searches, LEVELS), np.int64),
-        np.zeros((searches, LEVELS), np.int64),
-        np.zeros((searches, LEVELS), np.int64),
-        np.empty((searches, LEVELS, SAMPLES), np.int64),
-        np.empty((searches, LEVELS, SAMPLES), np.int64),
-        np.zeros(searches, np.int64),
-    )
+    found_at: Annotated[np.ndarray, np.int64, "searches"]
+    """Number of draft tokens that were part of the searched context."""
+    lengths: Annotated[np.ndarray, np.int64, "searches", LEVELS]
+    """Tokens matched."""
+    totals: Annotated[np.ndarray, np.int64, "searches", LEVELS]
+    """Number of occurrences."""
+    counts: Annotated[np.ndarray, np.int64, "searches", LEVELS]
+    """Number of samples, 0 where there is no such level."""
+    addresses: Annotated[np.ndarray, np.int64, "searches", LEVELS, SAMPLES]
+    """Address of the token that follows each sample."""
+    ages: Annotated[np.ndarray, np.int64, "searches", LEVELS, SAMPLES]
+    """Number of tokens remembered after the sample; below 0 in the live tier."""
+    second: Annotated[np.ndarray, np.int64, "searches"]
+    """Kind of the second level: OF_SHORTER, OF_GROUP or OF_LIBRARIES."""
 
 
 @inline

@@ -10,11 +10,12 @@ compression using adaptive coding and partial string matching", 1984).
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
 
+from ssd.kernels.arrays import allocate
 from ssd.kernels.jit import (
     Int,
     Nothing,
@@ -54,27 +55,20 @@ SLOT_TOKEN, SLOT_TIMES = range(2)
 SLOT_BYTES = 8
 
 
-class Found(NamedTuple):
+class FoundFallbacks(NamedTuple):
     """The fallback candidates of one node."""
 
-    tokens: np.ndarray
-    """uint32 [MAX_FOUND]."""
-    probs: np.ndarray
-    """float32 [MAX_FOUND]."""
-
-
-def new_found() -> Found:
-    """Allocate the arrays for one node."""
-    return Found(np.zeros(MAX_FOUND, np.uint32), np.zeros(MAX_FOUND, np.float32))
+    tokens: Annotated[np.ndarray, np.uint32, MAX_FOUND]
+    probs: Annotated[np.ndarray, np.float32, MAX_FOUND]
 
 
 class Fallback(NamedTuple):
     """The counted tokens, in descending order of their counts for each context."""
 
-    slots: np.ndarray
-    """uint32 [TOTAL_SLOTS, 2]; a slot is empty if its count is 0."""
-    lock: np.ndarray
-    """uint32 [1]: held by the thread that changes the slots or the learned tables of the corpus. Readers take no lock:
+    slots: Annotated[np.ndarray, np.uint32, TOTAL_SLOTS, 2]
+    """A slot is empty if its count is 0."""
+    lock: Annotated[np.ndarray, np.uint32, 1]
+    """Held by the thread that changes the slots or the learned tables of the corpus. Readers take no lock:
     they may see a token twice, or an old count."""
 
 
@@ -206,7 +200,7 @@ def learn_missed(model, candidates, candidate_count, text, end, token, is_counte
             cell = fallback_cell(context, rank, np.int64(fallback.slots[slot, SLOT_TIMES]), total)
             rank += 1
             outcome = np.float32(1.0) if known == token else np.float32(0.0)
-            learn_cell(model.cells, model.logits, cell, outcome, SEEN_CAP)
+            learn_cell(model.learned.cells, model.learned.logits, cell, outcome, SEEN_CAP)
         if is_counted:
             _count(fallback, first, slots, token)
 
@@ -226,7 +220,7 @@ def _keep(found, count, token, prob):  # type: ignore[no-untyped-def]
 
 @outline
 def find_fallbacks(found, model, candidates, candidate_count, text, end, left, least):  # type: ignore[no-untyped-def]
-    """Write a node's fallback candidates into `found`, a `Found`; return their number.
+    """Write a node's fallback candidates into `found`, a `FoundFallbacks`; return their number.
 
     candidate_count: number of the node's other candidates. text, end: the text that ends at the node. left:
     probability that none of the other candidates is right. least: minimum probability.
@@ -245,7 +239,7 @@ def find_fallbacks(found, model, candidates, candidate_count, text, end, left, l
                 continue
             cell = fallback_cell(context, rank, np.int64(fallback.slots[slot, SLOT_TIMES]), total)
             rank += 1
-            prob = left * model.cells[cell, MEAN]
+            prob = left * model.learned.cells[cell, MEAN]
             # The next ones are less frequent.
             if prob < least:
                 break
@@ -267,7 +261,7 @@ class FallbackTable:
 
     def __init__(self, now: float) -> None:
         """Make an empty table; now: the time by the corpus's clock."""
-        self.arrays = Fallback(np.zeros((TOTAL_SLOTS, 2), np.uint32), np.zeros(1, np.uint32))
+        self.arrays = allocate(Fallback)
         self.since = now
         """When the table was made or last erased."""
         _TABLES.add(self)

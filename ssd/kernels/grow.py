@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from ssd.corpus.ring import SEPARATOR
-from ssd.kernels.candidates import Counted, count_continuations, keep_best
+from ssd.kernels.candidates import CountedTokens, count_continuations, keep_best
 from ssd.kernels.estimate import Levels, estimate, fetch_cells
 from ssd.kernels.evidence import SearchedText, gather, gather_libraries
-from ssd.kernels.fallback import Found, fetch_slots, find_fallbacks
+from ssd.kernels.fallback import FoundFallbacks, fetch_slots, find_fallbacks
 from ssd.kernels.jit import inline, outline, peek, poke
 from ssd.kernels.noise import Sampling, estimate_given_noise, fallbacks_given_noise, key_at
 from ssd.kernels.probabilities import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
@@ -62,16 +62,15 @@ class Growing(NamedTuple):
 class Frontier(NamedTuple):
     """Candidates that may be added to the draft, in descending order of path probability."""
 
-    parents: np.ndarray
-    indices: np.ndarray
-    """int64: index among the candidates of the parent, or FALLBACK_INDEX."""
-    tokens: np.ndarray
-    """uint32."""
-    probs: np.ndarray
-    """float32 [room, 2]: columns PROB and PATH_PROB."""
+    parents: Annotated[np.ndarray, np.int64, "nodes"]
+    indices: Annotated[np.ndarray, np.int64, "nodes"]
+    """Index among the candidates of the parent, or FALLBACK_INDEX."""
+    tokens: Annotated[np.ndarray, np.uint32, "nodes"]
+    probs: Annotated[np.ndarray, np.float32, "nodes", 2]
+    """Columns PROB and PATH_PROB."""
 
 
-class Context(NamedTuple):
+class DraftContext(NamedTuple):
     """The text that a draft continues, and the texts that are searched for matches of it."""
 
     text: int
@@ -91,10 +90,10 @@ class Context(NamedTuple):
 class Scratch(NamedTuple):
     """Arrays for one node at a time, and the frontier."""
 
-    counted: Counted
+    counted: CountedTokens
     levels: Levels
     frontier: Frontier
-    found: Found
+    found: FoundFallbacks
 
 
 class Parent(NamedTuple):
@@ -111,21 +110,14 @@ class Parent(NamedTuple):
     """Sum of their probabilities."""
 
 
-class Limits(NamedTuple):
+class GrowthLimits(NamedTuple):
     """Limits of a draft."""
 
     threshold: np.float32
     """Minimum path probability of a node that is worth verifying."""
     tokens: np.int64
-    depth: int
     is_tree: bool
     """Whether a node may have several children."""
-
-
-def new_frontier(nodes: int) -> Frontier:
-    """Allocate the arrays for `nodes` candidates."""
-    parents, indices = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
-    return Frontier(parents, indices, np.zeros(nodes, np.uint32), np.zeros((nodes, 2), np.float32))
 
 
 @inline
@@ -272,7 +264,7 @@ def _queue_children(frontier, queued, room, parent, threshold):  # type: ignore[
 
 @outline
 def _queue_fallbacks(found, frontier, queued, room, parent, threshold, model, context):  # type: ignore[no-untyped-def]
-    """Insert a node's fallback candidates into the frontier; return its size. found: a `Found`, as scratch."""
+    """Insert a node's fallback candidates into the frontier; return its size. found: a `FoundFallbacks`, as scratch."""
     left, sampling = np.float32(1.0) - parent.total, context.sampling
     least = threshold if queued < room else frontier.probs[room - 1, PATH_PROB]
     # This rules out most nodes of a path.
@@ -282,7 +274,7 @@ def _queue_fallbacks(found, frontier, queued, room, parent, threshold, model, co
     lowest = least / parent.path_prob * (LOWERED if sampling.is_known else np.float32(1.0))
     count = find_fallbacks(found, model, parent.candidates, parent.candidate_count, context.text, end, left, lowest)
     if sampling.is_known and count > 0:
-        fallbacks_given_noise(found, count, left, key_at(sampling, end), model.noise_weights)
+        fallbacks_given_noise(found, count, left, key_at(sampling, end), model.learned.noise_weights)
     for place in range(count):
         prob = found.probs[place]
         path_prob = parent.path_prob * prob
@@ -303,7 +295,7 @@ def _estimate_candidates(growing, node, evidence, scratch, context, limits, mode
     candidates, estimates = growing.candidates[node], growing.estimates[node]
     count, is_end = count_continuations(counted, growing.nodes[node], depth, evidence, context.pointers)
     before = peek(context.text, context.size + depth - 1)
-    fetch_cells(counted, count, before, model.logits)
+    fetch_cells(counted, count, before, model.learned.logits)
     sampling, least = context.sampling, MIN_SCORE * limits.threshold / path_prob
     if sampling.is_known:
         count = keep_best(counted, count, LOWERED * least, KEPT)
@@ -315,7 +307,7 @@ def _estimate_candidates(growing, node, evidence, scratch, context, limits, mode
     )
     if sampling.is_known:
         key = key_at(sampling, context.size + depth)
-        total = estimate_given_noise(candidates, estimates, count, total, key, model.noise_weights)
+        total = estimate_given_noise(candidates, estimates, count, total, key, model.learned.noise_weights)
     return Parent(node, depth, path_prob, candidates, estimates, count, total), is_end
 
 
@@ -333,12 +325,9 @@ def grow(growing, evidence, scratch, context, limits, model):  # type: ignore[no
         if not limits.is_tree:
             queued = 0
         room = limits.tokens + 1 - count if limits.is_tree else np.int64(1)
-        if depth < limits.depth:
-            queued = _queue_children(frontier, queued, room, parent, limits.threshold)
-            if is_explored and not is_end:
-                queued = _queue_fallbacks(
-                    scratch.found, frontier, queued, room, parent, limits.threshold, model, context
-                )
+        queued = _queue_children(frontier, queued, room, parent, limits.threshold)
+        if is_explored and not is_end:
+            queued = _queue_fallbacks(scratch.found, frontier, queued, room, parent, limits.threshold, model, context)
         if queued == 0:
             return count
         _add_node(growing, count, frontier, node, context)

@@ -6,6 +6,7 @@ compiler. Inputs are declared read-only, which accepts writable arrays too.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -76,7 +77,7 @@ Nothing = types.void
 
 def fields_of(kind: type, *fields: types.Type) -> types.Type:
     """Return the type of a NamedTuple of arrays and numbers. Arrays in it must be writable, unlike single ones."""
-    return types.NamedTuple(fields, kind)
+    return types.BaseTuple.from_types(fields, kind)
 
 
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
@@ -126,90 +127,68 @@ vectorized = _cached(
 for results that rounding may change."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def peek(typingctx: Any, address: Any, index: Any) -> Any:  # noqa: ARG001
+def _instruction(returns: types.Type, *given: types.Type) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that makes a function of kernels from a function that generates its code.
+
+    The decorated function gets LLVM's builder and the values of the arguments, of the types `given`, and returns the
+    value of the result, None if it has none.
+    """
+
+    def decorate(generate: Callable[..., Any]) -> Any:
+        @functools.wraps(generate)
+        def define(_context: Any, *_types: Any) -> Any:
+            def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+                # `ssd.kernels.cache` finds the function in the attribute.
+                value = define.__wrapped__(builder, *arguments)
+                return context.get_dummy_value() if value is None else value
+
+            return returns(*given), code
+
+        return intrinsic(define)
+
+    return decorate
+
+
+_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
+_WORD = _INT32.as_pointer()
+
+
+@_instruction(types.uint32, types.int64, types.int64)
+def peek(builder: Any, address: Any, index: Any) -> Any:
     """Return the uint32 at `address` + 4 * `index`.
 
     Texts and suffix arrays of many sequences are separate arrays; with a table of their addresses one call of a kernel
     reads them all. The caller keeps the arrays alive while the kernel runs.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        start = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
-        return builder.load(builder.gep(start, [arguments[1]]))
-
-    return types.uint32(types.int64, types.int64), generate
+    return builder.load(builder.gep(builder.inttoptr(address, _WORD), [index]))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def pointer_to(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
-    """Convert an address to a pointer for `numba.carray`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def lowest_bit(typingctx: Any, mask: Any) -> Any:  # noqa: ARG001
-    """Return the index of the lowest set bit of a uint32 other than 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
-
-    return types.int64(types.uint32), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def poke(typingctx: Any, address: Any, index: Any, value: Any) -> Any:  # noqa: ARG001
+@_instruction(types.void, types.int64, types.int64, types.uint32)
+def poke(builder: Any, address: Any, index: Any, value: Any) -> None:
     """Write the uint32 `value` at `address` + 4 * `index`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        start = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
-        builder.store(arguments[2], builder.gep(start, [arguments[1]]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.uint32), generate
+    builder.store(value, builder.gep(builder.inttoptr(address, _WORD), [index]))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+@_instruction(types.void, types.int64)
+def prefetch(builder: Any, address: Any) -> None:
     """Start to load the cache line at an address that is read soon; an invalid address is harmless."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag]), "llvm.prefetch.p0"
-        )
-        # For reading, with high locality, from the data cache.
-        builder.call(function, [builder.inttoptr(arguments[0], pointer), flag(0), flag(3), flag(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    # For reading, with high locality, from the data cache.
+    builder.call(function, [builder.inttoptr(address, pointer), _INT32(0), _INT32(3), _INT32(1)])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _exchange(typingctx: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+@_instruction(types.uint32, types.int64, types.uint32)
+def _exchange(builder: Any, address: Any, value: Any) -> Any:
     """Write a uint32 at an address and return the previous value, atomically."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        place = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
-        return builder.atomic_rmw("xchg", place, arguments[1], "acq_rel")
-
-    return types.uint32(types.int64, types.uint32), generate
+    return builder.atomic_rmw("xchg", builder.inttoptr(address, _WORD), value, "acq_rel")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _yield_processor(typingctx: Any) -> Any:  # noqa: ARG001
+@_instruction(types.void)
+def _yield_processor(builder: Any) -> None:
     """Let another thread run on this processor (`sched_yield` of POSIX)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        kind = ir.FunctionType(ir.IntType(32), [])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT32, []), "sched_yield"), [])
 
 
 @outline
@@ -227,35 +206,29 @@ def release(lock):  # type: ignore[no-untyped-def]
     _exchange(lock.ctypes.data, np.uint32(0))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def count_bits(typingctx: Any, mask: Any) -> Any:  # noqa: ARG001
+@_instruction(types.int64, types.uint32)
+def lowest_bit(builder: Any, mask: Any) -> Any:
+    """Return the index of the lowest set bit of a uint32 other than 0."""
+    return builder.zext(builder.cttz(mask, ir.Constant(ir.IntType(1), 1)), _INT64)
+
+
+@_instruction(types.int64, types.uint32)
+def count_bits(builder: Any, mask: Any) -> Any:
     """Return the number of set bits of a uint32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        return builder.zext(builder.ctpop(arguments[0]), ir.IntType(64))
-
-    return types.int64(types.uint32), generate
+    return builder.zext(builder.ctpop(mask), _INT64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def bit_length(typingctx: Any, number: Any) -> Any:  # noqa: ARG001
+@_instruction(types.int64, types.int64)
+def bit_length(builder: Any, number: Any) -> Any:
     """Return the number of bits of a non-negative int64, 0 for 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        return builder.sub(ir.IntType(64)(64), builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0)))
-
-    return types.int64(types.int64), generate
+    return builder.sub(_INT64(64), builder.ctlz(number, ir.Constant(ir.IntType(1), 0)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def equal_words(typingctx: Any, address: Any, word: Any) -> Any:  # noqa: ARG001
+@_instruction(types.uint32, types.int64, types.uint32)
+def equal_words(builder: Any, address: Any, word: Any) -> Any:
     """Compare the 32 uint32 at an address with `word`, in one vector comparison; return the mask of equal ones."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        words = ir.VectorType(ir.IntType(32), 32)
-        found = builder.load(builder.inttoptr(arguments[0], words.as_pointer()), align=4)
-        one = builder.insert_element(ir.Constant(words, ir.Undefined), arguments[1], ir.IntType(32)(0))
-        every = builder.shuffle_vector(one, one, ir.Constant(words, [0] * 32))
-        return builder.bitcast(builder.icmp_unsigned("==", found, every), ir.IntType(32))
-
-    return types.uint32(types.int64, types.uint32), generate
+    words = ir.VectorType(_INT32, 32)
+    found = builder.load(builder.inttoptr(address, words.as_pointer()), align=4)
+    one = builder.insert_element(ir.Constant(words, ir.Undefined), word, _INT32(0))
+    every = builder.shuffle_vector(one, one, ir.Constant(words, [0] * 32))
+    return builder.bitcast(builder.icmp_unsigned("==", found, every), _INT32)

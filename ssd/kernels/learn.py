@@ -77,11 +77,11 @@ def fetch_updated_cells(growing, node, cells, logits):  # type: ignore[no-untype
 def learn_node(node, candidates, estimates, token, model):  # type: ignore[no-untyped-def]
     """Learn from the candidates of a node; return whether one of them was `token`."""
     was_right = False
-    weights = model.weights[node[WEIGHT_SET]]
+    weights = model.learned.weights[node[WEIGHT_SET]]
     for at in range(node[CANDIDATES]):
         is_right = np.uint32(candidates[at, 0]) == token
         outcome = np.float32(1.0) if is_right else np.float32(0.0)
-        learn_candidate(candidates[at], estimates[at], outcome, model.cells, model.logits, weights)
+        learn_candidate(candidates[at], estimates[at], outcome, model.learned.cells, model.learned.logits, weights)
         was_right = was_right or is_right
     return was_right
 
@@ -102,9 +102,9 @@ def learn(growing, sequence, tokens, model, accepted):  # type: ignore[no-untype
             return
         token, candidates = tokens[index], growing.candidates[node]
         if sequence[IS_SAMPLED] != 0:
-            count_here, weights = growing.nodes[node, CANDIDATES], model.noise_weights
+            count_here, weights = growing.nodes[node, CANDIDATES], model.learned.noise_weights
             learn_given_noise(candidates, growing.estimates[node], count_here, token, weights)
-        fetch_updated_cells(growing, node, model.cells, model.logits)
+        fetch_updated_cells(growing, node, model.learned.cells, model.learned.logits)
         if not learn_node(growing.nodes[node], candidates, growing.estimates[node], token, model):
             candidate_count = growing.nodes[node, CANDIDATES]
             learn_missed(model, candidates, candidate_count, text, size + index, token, sequence[IS_SHARED] != 0)

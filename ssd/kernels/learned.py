@@ -11,13 +11,16 @@ import functools
 import logging
 import zlib
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 import ssd.kernels.probabilities
 from ssd.kernels.probabilities import (
     CELL_COUNT,
+    INPUTS,
     MEAN,
+    NOISE_WEIGHTS,
     SETS,
     START_NOISE_WEIGHTS,
     START_WEIGHTS,
@@ -33,20 +36,24 @@ PRIOR_FILE = Path(__file__).with_name("prior.npz")
 INPUTS]."""
 
 
-class LearnedTables:
+class LearnedTables(NamedTuple):
     """The learned tables of a corpus."""
 
-    def __init__(self) -> None:
-        self.cells, self.logits, self.weights = (array.copy() for array in start_values(PRIOR_FILE))
-        """float32 [CELL_COUNT, 2], [CELL_COUNT], and [WEIGHT_SETS, INPUTS]."""
-        self.noise_weights = np.array(START_NOISE_WEIGHTS, np.float32)
-        self.arrays = (self.cells, self.logits, self.weights, self.noise_weights)
-        """Arguments of kernels."""
+    cells: Annotated[np.ndarray, np.float32, CELL_COUNT, 2]
+    logits: Annotated[np.ndarray, np.float32, CELL_COUNT]
+    weights: Annotated[np.ndarray, np.float32, WEIGHT_SETS, INPUTS]
+    noise_weights: Annotated[np.ndarray, np.float32, NOISE_WEIGHTS]
+
+    @classmethod
+    def new(cls) -> LearnedTables:
+        """Return tables that start from the prior."""
+        cells, logits, weights = (array.copy() for array in start_values(PRIOR_FILE))
+        return cls(cells, logits, weights, np.array(START_NOISE_WEIGHTS, np.float32))
 
     @property
     def nbytes(self) -> int:
         """Memory of all tables."""
-        return sum(array.nbytes for array in self.arrays)
+        return sum(array.nbytes for array in self)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ RATE = 0.003
 
 
 class Sampling(NamedTuple):
-    """What is known of how the target samples a sequence."""
+    """Known facts about how the target samples a sequence."""
 
     is_known: bool
     """Whether the noise is known; the other fields are 0 if it is not."""

@@ -1,4 +1,4 @@
-"""Probabilities of acceptance: tables and weights that are learned online from the target's output.
+"""Tables and weights from which probabilities of acceptance are computed (`estimate.py`), learned online (`learn.py`).
 
 A candidate's evidence becomes inputs, each the logit of a probability: cells of tables that are looked up by match
 length, count, share and recency, a blend of a source's levels (prediction by partial matching), and cells for
@@ -24,7 +24,7 @@ SAMPLES = 32
 GLOBAL, LOCAL = 0, 1
 """Indices of the sources, as in `ssd.types.Source`."""
 OF_SHORTER, OF_GROUP, OF_LIBRARIES = range(3)
-"""What the second level of the corpus is: a shorter match, the longest match within a group, or in the libraries."""
+"""Kinds of the second level of the corpus: a shorter match, the longest match within a group, or in the libraries."""
 
 LENGTH_BUCKETS, COUNT_BUCKETS, SHARE_BUCKETS = 10, 8, 13
 RUN_BUCKETS, MISS_BUCKETS = 11, 4

@@ -9,31 +9,18 @@ from numba import types
 
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.rollout import NO_TAG
-from ssd.corpus.view import FRAME, LIBRARY_ROOM, LIBRARY_TIERS
+from ssd.corpus.view import RING_HEAD, RING_OLDEST, RING_SLOTS, RING_TEXT, open_view
 from ssd.kernels.budget import is_line, least_path_prob, select, update_rate
 from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_libraries, gather_placed
-from ssd.kernels.frame import (
-    LOCAL_TIERS,
-    longs,
-    open_budget,
-    open_counted,
-    open_counters,
-    open_evidence,
-    open_found,
-    open_frontier,
-    open_levels,
-    open_model,
-    open_own,
-    open_tables,
-    shorts,
-)
-from ssd.kernels.grow import Context, Growing, Limits, Scratch, grow
+from ssd.kernels.frame import IS_TREE, LOCAL_TIERS, MATCH_DEPTH, open_frame
+from ssd.kernels.grow import DraftContext, Growing, GrowthLimits, grow
 from ssd.kernels.jit import (
-    Bool,
     Bytes,
     Float,
     FloatsOut,
     Int,
+    Ints,
+    LongRows,
     Longs,
     Tokens,
     TokensOut,
@@ -47,7 +34,6 @@ from ssd.kernels.jit import (
 from ssd.kernels.learn import learn, record
 from ssd.kernels.match import (
     SPAN_COLUMNS,
-    TIER_COLUMNS,
     TIER_NEWEST,
     TIER_SIZE,
     TIER_SUFFIXES,
@@ -87,11 +73,11 @@ from ssd.sequences.tables import (
     TOKEN,
 )
 
-DONE, NEEDS_ROOM, BAD_ARRAYS, BAD_VERIFIED, BAD_TOKEN = range(5)
-"""Results of a step; all but DONE have no effect."""
+DONE, NEEDS_ROOM, REFUSED = range(3)
+"""Results of a step; all but DONE have no effect. `Progress.check` says why one is refused."""
 
 
-class Batch(NamedTuple):
+class CommittedBatch(NamedTuple):
     """Sequences and their progress, B sequences and T tokens."""
 
     rows: np.ndarray
@@ -105,7 +91,7 @@ class Batch(NamedTuple):
     """Empty if each sequence took one step."""
 
 
-class Drafted(NamedTuple):
+class DraftedArrays(NamedTuple):
     """The arrays of a `ssd.types.DraftBatch`, which are written."""
 
     tokens: np.ndarray
@@ -131,16 +117,16 @@ def _arrays_fit(batch):  # type: ignore[no-untyped-def]
 
 @inline
 def check(state, batch, max_draft):  # type: ignore[no-untyped-def]
-    """Return the result of checking a step, and the index of the sequence with a problem."""
+    """Return the result of checking a step, and the index of a sequence that needs room."""
     if not _arrays_fit(batch):
-        return BAD_ARRAYS, 0
+        return REFUSED, 0
     for token in batch.tokens:
         if token == SEPARATOR:
-            return BAD_TOKEN, 0
+            return REFUSED, 0
     for index in range(len(batch.rows)):
         sequence = state[batch.rows[index]]
         if batch.verified[index] > max(0, sequence[NODES] - 1):
-            return BAD_VERIFIED, index
+            return REFUSED, index
         committed = np.int64(batch.offsets[index + 1]) - np.int64(batch.offsets[index])
         if sequence[SIZE] + committed + min(np.int64(batch.limits[index]), max_draft) + 2 > sequence[ROOM]:
             return NEEDS_ROOM, index
@@ -221,8 +207,9 @@ def _growing(tables, row):  # type: ignore[no-untyped-def]
 
 
 @inline
-def commit_all(tables, model, budget, counters, batch, ring, depth, on_path):  # type: ignore[no-untyped-def]
+def commit_all(arrays, batch, ring, depth):  # type: ignore[no-untyped-def]
     """Learn from the committed tokens of each sequence, count them, and append them to its text."""
+    tables, model, on_path = arrays.tables, arrays.model, arrays.own.on_path
     drafted, tokens, tried = 0, 0.0, np.int64(0)
     for index in range(len(batch.rows)):
         row = batch.rows[index]
@@ -236,13 +223,13 @@ def commit_all(tables, model, budget, counters, batch, ring, depth, on_path):  #
                 learn(growing, sequence, batch.tokens[first:end], model, on_path)
                 release(model.fallback.lock)
                 drafted, tokens, tried = drafted + 1, tokens + (end - first) / taken, tried + verified
-            record(counters, sequence, growing, on_path, verified, end - first, taken)
+            record(arrays.counters, sequence, growing, on_path, verified, end - first, taken)
         for position in range(first, end):
             advance_pointers(sequence, batch.tokens[position], ring)
             commit(sequence, batch.tokens[position], depth)
         sequence[NODES] = 0
     if drafted > 0 and np.any(batch.limits):  # Not for sequences that end, which are a part of their step.
-        update_rate(budget, drafted, tokens, tried, 0.0)
+        update_rate(arrays.budget, drafted, tokens, tried, 0.0)
 
 
 @inline
@@ -257,18 +244,6 @@ def search_shared(state, batch, tiers, depth):  # type: ignore[no-untyped-def]
     return spans
 
 
-@outline
-def _open_libraries(view):  # type: ignore[no-untyped-def]
-    """Write the tiers of the libraries into their room in the view; return them, and the room for their spans."""
-    libraries = (len(view) - FRAME) // (FRAME + LIBRARY_ROOM)
-    count, room = LIBRARY_TIERS * libraries, view.ctypes.data + 8 * FRAME * (1 + libraries)
-    tiers = longs(room, (count, TIER_COLUMNS))
-    for index in range(count):
-        address = view[FRAME * (1 + index // LIBRARY_TIERS)]
-        tiers[index] = longs(address, (LIBRARY_TIERS, TIER_COLUMNS))[index % LIBRARY_TIERS]
-    return tiers, longs(room + 8 * TIER_COLUMNS * count, (count, SPAN_COLUMNS))
-
-
 @inline
 def _searched_alone(tiers, spans, shared):  # type: ignore[no-untyped-def]
     """Return a searched text without running requests and groups; the unused arrays are those of another one."""
@@ -276,12 +251,12 @@ def _searched_alone(tiers, spans, shared):  # type: ignore[no-untyped-def]
 
 
 @inline
-def draft(growing, sequence, evidence, scratch, own, shared, libraries, ring, depth, limits, model):  # type: ignore[no-untyped-def]
+def draft(arrays, growing, sequence, shared, libraries, ring, depth, limits):  # type: ignore[no-untyped-def]
     """Draft for a sequence with a context; return the number of nodes, the root included.
 
-    own: an `Own`. shared, libraries: `SearchedText`s; the spans of the first are placed.
+    shared, libraries: `SearchedText`s; the spans of the first are placed.
     """
-    text, size = sequence[TEXT], sequence[SIZE]
+    evidence, own, text, size = arrays.evidence, arrays.own, sequence[TEXT], sequence[SIZE]
     point_to_own(own.tiers, sequence)
     place_spans(own.tiers, own.spans, text, size, depth)
     local = _searched_alone(own.tiers, own.spans, shared)
@@ -291,14 +266,15 @@ def draft(growing, sequence, evidence, scratch, own, shared, libraries, ring, de
     add_root(growing)
     set_pointers(sequence, evidence, ring, growing.nodes[0], own.pointers)
     sampling = Sampling(sequence[IS_SAMPLED] != 0, sequence[SEED], sequence[HINTED])
-    context = Context(text, size, depth, local, shared, libraries, own.pointers, sampling)
-    return grow(growing, evidence, scratch, context, limits, model)
+    context = DraftContext(text, size, depth, local, shared, libraries, own.pointers, sampling)
+    return grow(growing, evidence, arrays.scratch, context, limits, arrays.model)
 
 
 @inline
-def select_all(tables, batch, budget, drafts):  # type: ignore[no-untyped-def]
+def select_all(arrays, batch, drafts):  # type: ignore[no-untyped-def]
     """Cut the drafts of a batch, of `drafts` tokens together, to the tokens that are worth verifying."""
-    offsets, lengths = np.empty(len(batch.rows) + 1, np.int64), np.empty(len(batch.rows), np.int64)
+    tables, offsets = arrays.tables, np.empty(len(batch.rows) + 1, np.int64)
+    lengths = np.empty(len(batch.rows), np.int64)
     probs = np.empty(drafts, np.float32)
     at = 0
     for index in range(len(batch.rows)):
@@ -307,7 +283,7 @@ def select_all(tables, batch, budget, drafts):  # type: ignore[no-untyped-def]
             probs[at] = tables.probs[row, node, PATH_PROB]
             at += 1
     offsets[len(batch.rows)] = at
-    select(budget, probs, offsets, lengths)
+    select(arrays.budget, probs, offsets, lengths)
     for index in range(len(batch.rows)):
         sequence = tables.state[batch.rows[index]]
         sequence[NODES] = min(sequence[NODES], lengths[index] + 1)
@@ -331,61 +307,49 @@ def write_drafts(tables, batch, drafted):  # type: ignore[no-untyped-def]
 
 
 _BATCH = (Longs, *[Tokens] * 5)
-_DRAFTED = (TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, Bytes, TokensOut)
+_DRAFTED = (TokensOut, Ints, FloatsOut, Bytes, TokensOut)
 
 
-@kernel(Longs, Longs, *_BATCH, *_DRAFTED, Float, Int, Int, Bool, returns=types.UniTuple(Int, 2))
+@kernel(Longs, Longs, LongRows, *_BATCH, *_DRAFTED, Float, returns=types.UniTuple(Int, 2))
 def step(  # type: ignore[no-untyped-def]
-    frame, view, rows, tokens, offsets, verified, limits, steps,
-    drafted_tokens, parents, drafted_prob, sources, drafted_offsets, least, depth, max_draft, is_tree,
+    frame, view, library_tiers, rows, tokens, offsets, verified, limits, steps,
+    drafted_tokens, parents, drafted_prob, sources, drafted_offsets, least,
 ):  # fmt: skip
     """Commit the tokens of each sequence of a batch, and draft for it.
 
-    frame: `Frame.addresses`. view: `View.frame`, or `frame_of`. rows: int64 [B], the sequences' rows in
-    the tables. tokens, offsets, verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty
-    if they are all one. The next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to
-    pass. least: minimum path probability of a draft token; 0: the token budget decides. depth: maximum match length in
-    tokens. max_draft: maximum number of draft tokens.
-    Returns the result, and the index of the sequence with a problem; for DONE, the number of draft tokens.
+    frame: `StepFrame.addresses`. view: `View.addresses`. library_tiers: int64 [n, TIER_COLUMNS], tiers of the views of
+    libraries. rows: int64 [B], the sequences' rows in the tables. tokens, offsets, verified, limits and steps: fields
+    of `Progress`, limits is `max_draft`; steps is empty if all elements are 1. The next five arrays are those of a
+    `DraftBatch`, and are written; tuples would take twice as long to pass. least: minimum path probability of a draft
+    token; 0: the token budget decides.
+    Returns the result, and the index of a sequence that needs room; for DONE, the number of draft tokens.
     """
-    batch = Batch(rows, tokens, offsets, verified, limits, steps)
-    drafted = Drafted(drafted_tokens, parents, drafted_prob, sources, drafted_offsets)
-    tables = open_tables(frame)
+    batch = CommittedBatch(rows, tokens, offsets, verified, limits, steps)
+    drafted = DraftedArrays(drafted_tokens, parents, drafted_prob, sources, drafted_offsets)
+    arrays = open_frame(frame)
+    tables = arrays.tables
+    depth, max_draft = frame[MATCH_DEPTH], tables.probs.shape[1] - 1
     problem, at = check(tables.state, batch, max_draft)
     if problem != DONE:
         return problem, at
-    model, own, budget = open_model(frame), open_own(frame), open_budget(frame)
-    ring = RingView(view[4], view[5], view[6], view[7])
-    commit_all(tables, model, budget, open_counters(frame), batch, ring, depth, own.on_path)
-    tags, live_tags = shorts(view[8], (view[9],)), shorts(view[10], (view[3],))
-    tiers, owners = longs(view[0], (view[1], TIER_COLUMNS)), longs(view[2], (view[3],))
-    library_tiers, library_spans = _open_libraries(view)
+    tiers, places, tags, owners, live_tags = open_view(view)
+    ring = RingView(places[RING_TEXT], places[RING_OLDEST], places[RING_HEAD], places[RING_SLOTS])
+    commit_all(arrays, batch, ring, depth)
+    library_spans = np.empty((len(library_tiers), SPAN_COLUMNS), np.int64)
     spans = search_shared(tables.state, batch, tiers, depth)
-    evidence = open_evidence(frame)
-    scratch = Scratch(open_counted(frame), open_levels(frame), open_frontier(frame), open_found(frame))
-    threshold = np.float32(least) if least > 0 else least_path_prob(budget, max_draft * len(rows))
+    threshold = np.float32(least) if least > 0 else least_path_prob(arrays.budget, max_draft * len(rows))
     count = 0
     for index in range(len(rows)):
         sequence, limit = tables.state[rows[index]], min(np.int64(limits[index]), max_draft)
         if limit == 0 or sequence[SIZE] == 0:
             continue
         growing = _growing(tables, rows[index])
-        shared = SearchedText(
-            tiers,
-            spans[index],
-            len(tiers) - 1,
-            owners,
-            sequence[OWNER],
-            sequence[TAG],
-            tags,
-            live_tags,
-        )
+        owner, tag = sequence[OWNER], sequence[TAG]
+        shared = SearchedText(tiers, spans[index], len(tiers) - 1, owners, owner, tag, tags, live_tags)
         libraries = _searched_alone(library_tiers, library_spans, shared)
-        limits_here = Limits(threshold, limit, max_draft, is_tree)
-        sequence[NODES] = draft(
-            growing, sequence, evidence, scratch, own, shared, libraries, ring, depth, limits_here, model
-        )
+        limits_here = GrowthLimits(threshold, limit, frame[IS_TREE] != 0)
+        sequence[NODES] = draft(arrays, growing, sequence, shared, libraries, ring, depth, limits_here)
         count += sequence[NODES] - 1
-    if least == 0 and not is_line(budget):
-        select_all(tables, batch, budget, count)
+    if least == 0 and not is_line(arrays.budget):
+        select_all(arrays, batch, count)
     return DONE, write_drafts(tables, batch, drafted)

@@ -21,7 +21,7 @@ from ssd.budget.curve import StepCurve
 from ssd.config import DrafterConfig
 from ssd.kernels.jit import LongRows, Longs, Nothing, Parents, Tokens, TokensOut, kernel, outline
 from ssd.replay.recording import Recording
-from ssd.types import DraftBatch, Drafter, Progress, StepTime
+from ssd.types import DraftBatch, Drafter, Progress, StepTime, offsets_of
 
 REQUEST, DONE, END, COMMITTED, DRAFTED, ACCEPTED, LAST = range(7)
 """Rows of `Step`'s table: the request; the end of its committed text and of its output in `Recording.tokens`; and of
@@ -114,8 +114,7 @@ class Step:
 
     def progress(self) -> Progress:
         """Return the progress since the last drafts."""
-        offsets = np.zeros(len(self) + 1, np.uint32)
-        np.cumsum(self.committed, out=offsets[1:])
+        offsets = offsets_of(self.committed)
         tokens = np.empty(int(offsets[-1]), np.uint32)
         _gather(self._text, self._table, tokens)
         limits = np.full(len(self), self._max_draft, np.uint32)
@@ -231,43 +230,26 @@ class Arrivals:
 
 
 class _TimedDrafter:
-    """Calls a drafter with what it takes of a recording, and measures the duration of the calls."""
+    """Calls a drafter, and measures the duration of the calls."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        recording: Recording,
-        options: Callable[[int], Mapping[str, object]],
-        clock: Callable[[], float],
-    ) -> None:
-        self._drafter, self._recording, self._options, self._clock = drafter, recording, options, clock
-        self._has_sessions = "session_id" in inspect.signature(drafter.start).parameters
+    def __init__(self, drafter: Drafter, clock: Callable[[], float]) -> None:
+        self._drafter, self._clock = drafter, clock
+        self.takes_sessions = "session_id" in inspect.signature(drafter.start).parameters
         self.draft_s = self.other_s = 0.0
-
-    def start(self, request: int) -> None:
-        """Begin a request; its sequence id is its number."""
-        session, options = int(self._recording.sessions[request]), dict(self._options(request))
-        if self._has_sessions and session >= 0:
-            options.setdefault("session_id", str(session))
-        began = self._clock()
-        self._drafter.start(request, self._recording.prompt(request), **options)
-        self.other_s += self._clock() - began
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Draft after all text was indexed, so that drafts do not depend on the time that this takes."""
-        began = self._clock()
         if isinstance(self._drafter, CorpusDrafter):
-            self._drafter.corpus.refresh()
-        refreshed = self._clock()
+            self.call(self._drafter.corpus.refresh)
+        began = self._clock()
         drafts = self._drafter.draft(progress)
-        self.other_s += refreshed - began
-        self.draft_s += self._clock() - refreshed
+        self.draft_s += self._clock() - began
         return drafts
 
-    def finish(self, request: int, tokens: np.ndarray, drafted: int) -> None:
-        """End a request; the drafter learns its output."""
+    def call(self, method: Callable[..., object], *given: object, **options: object) -> None:
+        """Call another method of the drafter or its corpus."""
         began = self._clock()
-        self._drafter.finish(request, tokens, verified=drafted)
+        method(*given, **options)
         self.other_s += self._clock() - began
 
 
@@ -295,12 +277,16 @@ def replay(
     take one are given. clock: returns seconds, to measure the drafter's calls. observe: called after each step.
     """
     counts, order, seconds = np.zeros((4, len(recording)), np.int64), list[int](), 0.0
-    timed, step = _TimedDrafter(drafter, recording, options, clock), Step(recording, counts, max_draft)
+    timed, step = _TimedDrafter(drafter, clock), Step(recording, counts, max_draft)
     for batch in [recording.in_order()] if batches is None else batches:
         arrivals = Arrivals(recording, batch, concurrency)
         while True:
             for request in arrivals.beginning(len(step)):
-                timed.start(request)
+                session, given = int(recording.sessions[request]), dict(options(request))
+                if timed.takes_sessions and session >= 0:
+                    given.setdefault("session_id", str(session))
+                # Its sequence id is its number.
+                timed.call(drafter.start, request, recording.prompt(request), **given)
                 step.add(request)
             if not len(step):
                 break
@@ -313,7 +299,7 @@ def replay(
             if step.ended.any():
                 for row in np.flatnonzero(step.ended).tolist():
                     request = int(step.requests[row])
-                    timed.finish(request, step.last(row), int(step.drafted[row]))
+                    timed.call(drafter.finish, request, step.last(row), verified=int(step.drafted[row]))
                     arrivals.end(request)
                     order.append(request)
                 step.drop_ended()

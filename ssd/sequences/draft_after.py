@@ -39,7 +39,7 @@ def draft_after(progress: Progress, rows: np.ndarray, sequences: Sequences, stat
         left[at] = False
         batch = _step_and_restore(rows[at], progress.take(at), sequences, stats, step)
         for place, index in enumerate(at):
-            drafts[index] = _only(batch, place)
+            drafts[index] = batch.take([place])
     return DraftBatch.concatenate(drafts) if drafts else DraftBatch.empty(0)
 
 
@@ -68,15 +68,3 @@ def _step_and_restore(
         for row, values in zip(rows.tolist(), fresh, strict=True):
             sequences.local(row).fresh[:] = values
         stats.counters.steps[:] = steps
-
-
-def _only(batch: DraftBatch, index: int) -> DraftBatch:
-    """Return one draft of a batch."""
-    first, end = batch.offsets[index : index + 2].tolist()
-    return DraftBatch(
-        batch.tokens[first:end],
-        batch.parents[first:end],
-        batch.accept_prob[first:end],
-        batch.source[first:end],
-        np.array([0, end - first], np.uint32),
-    )

@@ -33,11 +33,7 @@ class Running:
     learn: bool
     """Whether its output may be drafted for other sequences; cleared when its request id is forgotten."""
     rollout: Rollout | None
-    """What it samples; None if it is no rollout."""
-    seed: int | None
-    """Seed of the target's noise; None: greedy, or not known."""
-    hinted: int
-    """Number of tokens of hints, which precede the prompt."""
+    """The problem and policy that it samples; None if it is no rollout."""
     is_kept: bool = True
     """Whether the session's next turn may reuse its index."""
     row: int = -1

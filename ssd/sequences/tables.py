@@ -7,10 +7,12 @@ all candidates that were considered at each node, so that probabilities can be l
 from __future__ import annotations
 
 import time
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from ssd.corpus.rollout import NO_TAG
+from ssd.kernels.arrays import allocate
 from ssd.kernels.probabilities import ESTIMATE_COLUMNS, INPUT_CELLS, LOCAL, ROWS
 from ssd.sequences.local_index import LocalIndex, Unsorted
 
@@ -61,6 +63,16 @@ MIN_ROWS = 16
 SPARE_TOKENS = 512
 
 
+class Tables(NamedTuple):
+    """The tables; the first dimension is a row for each sequence, the second a node of its draft, the root first."""
+
+    state: Annotated[np.ndarray, np.int64, "rows", STATE_COLUMNS]
+    nodes: Annotated[np.ndarray, np.int32, "rows", "nodes", NODE_COLUMNS]
+    probs: Annotated[np.ndarray, np.float32, "rows", "nodes", 2]
+    candidates: Annotated[np.ndarray, np.int32, "rows", "nodes", KEPT, CANDIDATE_COLUMNS]
+    estimates: Annotated[np.ndarray, np.float32, "rows", "nodes", KEPT, ESTIMATE_COLUMNS]
+
+
 class Sequences:
     """The tables, and the local index that each row of `state` refers to."""
 
@@ -68,16 +80,15 @@ class Sequences:
         self.max_draft = max_draft
         self._locals: list[LocalIndex | None] = []
         self._free: list[int] = []
-        self.state = np.zeros((0, STATE_COLUMNS), np.int64)
         self.used = np.zeros(0, np.int64)
         """int64 [rows]: when each sequence began, or was used last, by `time.monotonic_ns`."""
-        self._tables: tuple[np.ndarray, ...] = ()
+        self.tables = allocate(Tables, rows=0, nodes=max_draft + 1)
         self._grow(MIN_ROWS)
 
     @property
-    def tables(self) -> tuple[np.ndarray, ...]:
-        """state, nodes, probs, candidates, estimates."""
-        return self._tables
+    def state(self) -> np.ndarray:
+        """int64 [rows, STATE_COLUMNS]."""
+        return self.tables.state
 
     def add(
         self,
@@ -137,8 +148,8 @@ class Sequences:
 
     def record_draft(self, row: int, tokens: np.ndarray) -> None:
         """Record a sequence's last draft, a path without candidates; tokens: uint32 [n], at most `max_draft`."""
-        self.tables[1][row, 1 : 1 + len(tokens), TOKEN] = tokens.view(np.int32)
-        self.tables[1][row, 1 : 1 + len(tokens), PARENT] = np.arange(len(tokens))
+        self.tables.nodes[row, 1 : 1 + len(tokens), TOKEN] = tokens.view(np.int32)
+        self.tables.nodes[row, 1 : 1 + len(tokens), PARENT] = np.arange(len(tokens))
         self.state[row, NODES] = len(tokens) + 1
 
     def accepted(self, row: int, tokens: np.ndarray, verified: int) -> int:
@@ -147,7 +158,7 @@ class Sequences:
         verified: the number of tokens of the draft, from its beginning, that may be on the path.
         """
         end = min(1 + verified, int(self.state[row, NODES]))
-        draft = self.tables[1][row, 1:end]
+        draft = self.tables.nodes[row, 1:end]
         keys = zip(draft[:, PARENT].tolist(), draft[:, TOKEN].astype(np.uint32).tolist(), strict=True)
         children = {key: node for node, key in enumerate(keys, 1)}
         node = accepted = 0
@@ -179,7 +190,7 @@ class Sequences:
     @property
     def nbytes(self) -> int:
         """Memory of the tables and of the running sequences' indices."""
-        return sum(table.nbytes for table in self._tables) + sum(local.nbytes for local in self._locals if local)
+        return sum(table.nbytes for table in self.tables) + sum(local.nbytes for local in self._locals if local)
 
     def _point_to(self, row: int, local: LocalIndex) -> None:
         state = self.state[row]
@@ -189,20 +200,12 @@ class Sequences:
 
     def _grow(self, rows: int) -> None:
         before = len(self.state)
-        nodes = self.max_draft + 1
-        state = np.zeros((rows, STATE_COLUMNS), np.int64)
-        state[:before] = self.state
         used = np.pad(self.used, (0, rows - before))
         # Zeroed memory of the tables is not allocated until it is written.
-        fresh = (
-            np.zeros((rows, nodes, NODE_COLUMNS), np.int32),
-            np.zeros((rows, nodes, 2), np.float32),
-            np.zeros((rows, nodes, KEPT, CANDIDATE_COLUMNS), np.int32),
-            np.zeros((rows, nodes, KEPT, ESTIMATE_COLUMNS), np.float32),
-        )
-        for new, old in zip(fresh, self._tables[1:], strict=False):
+        tables = allocate(Tables, rows=rows, nodes=self.max_draft + 1)
+        for new, old in zip(tables, self.tables, strict=True):
             new[:before] = old
         # Last, so that nothing has changed if there was not enough memory.
-        self.state, self.used, self._tables = state, used, (state, *fresh)
+        self.used, self.tables = used, tables
         self._free += range(rows - 1, before - 1, -1)
         self._locals += [None] * (rows - before)

@@ -1,14 +1,12 @@
 """Command lines of the benchmarks, and what all of them share."""
 
-import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.support import report, target, with_block
+from benchmarks.support import with_block
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SLOW = {"gpu"}
@@ -34,31 +32,11 @@ def test_help_is_printed_without_loading_kernels_or_pytorch():
         subprocess.Popen([sys.executable, "-c", SCRIPT, f"benchmarks.{name}"], stdout=subprocess.PIPE, text=True)
         for name in names
     ]
-    assert len(names) > 10
+    assert len(names) > 6
     for name, process in zip(names, processes, strict=True):
         printed, _ = process.communicate(timeout=120)
         assert (name, process.returncode) == (name, 0)
         assert printed.startswith("usage: ")
-
-
-def test_an_interruption_is_one_line_and_other_exceptions_are_shown():
-    def run(statement):
-        return subprocess.run([sys.executable, "-c", f"import benchmarks; {statement}"], capture_output=True, text=True)
-
-    interrupted = run("raise KeyboardInterrupt")
-    assert (interrupted.returncode, interrupted.stderr) == (-signal.SIGINT, "interrupted\n")  # 130 for a shell
-    assert run("1 / 0").stderr.endswith("ZeroDivisionError: division by zero\n")
-
-
-def test_a_missed_target_is_the_exit_code(tmp_path, capsys):
-    rows = [target("delay", 2.1, "at most", 2), target("speed", 1.0, "at least", 1)]
-    with pytest.raises(SystemExit, match="1"):
-        report({"targets": rows}, tmp_path / "results" / "name.json")
-    report({"targets": rows[1:]})
-    said = capsys.readouterr()
-    assert [json.loads(line) for line in said.out.splitlines()] == [{"targets": rows}, {"targets": rows[1:]}]
-    assert json.loads((tmp_path / "results" / "name.json").read_text()) == {"targets": rows}
-    assert [line.split()[0] for line in said.err.splitlines()] == ["MISSED", "reached", "reached"]
 
 
 def test_only_a_block_is_replaced():

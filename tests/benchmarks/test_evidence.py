@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import evidence, priors
 from benchmarks.support.peers import PEERS
-from benchmarks.support.replaying import own_candidates, starting_from
+from benchmarks.support.replaying import own_candidates
 from benchmarks.traces import load_manifest
 from ssd.kernels.learned import start_values
 
@@ -164,8 +164,8 @@ def test_each_recording_starts_from_what_the_others_taught(traces, tmp_path, mon
     cells = {path: start_values(path)[0] for path in (files["first"], other, both)}
     assert np.array_equal(cells[files["first"]], cells[other])
     assert not np.array_equal(cells[files["first"]], cells[both])
-    [candidate] = own_candidates("ssd", [8], ["tree"], [0.02])
-    drafter = starting_from(candidate, files["first"]).build(1 << 16)
+    [candidate] = own_candidates("ssd", [8], ["tree"], [0.02], prior=files["first"])
+    drafter = candidate.build(1 << 16)
     assert np.array_equal(drafter.corpus.learned.cells, cells[other])
 
 

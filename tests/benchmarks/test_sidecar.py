@@ -1,32 +1,33 @@
 """The benchmarks of a sidecar, with minimal amounts of work."""
 
 import json
+import shutil
 import sys
 
 import pytest
 
-from benchmarks import isolation, sidecar
+from benchmarks import sidecar
 
 
 @pytest.fixture
 def document(monkeypatch, capsys):
-    """Return a function that runs a command and returns its document."""
+    """Return a function that runs the command and returns its document."""
 
-    def run(module, *arguments):
+    def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
-        module.main()
+        sidecar.main()
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return run
 
 
 def test_steps_and_engines_of_a_sidecar_are_measured(document, monkeypatch):
-    for name, value in {"BLOCKS": 2, "BLOCK_STEPS": 5, "ENGINE_COUNTS": (1, 2), "ENGINE_ROUNDS": 1}.items():
+    for name, value in {"BLOCKS": 2, "BLOCK_STEPS": 5, "ENGINE_COUNTS": (2,), "ENGINE_ROUNDS": 1}.items():
         monkeypatch.setattr(sidecar, name, value)
     # Processes of engines import the module anew.
     monkeypatch.setattr(sidecar, "run_engine", run_short)
-    result = document(sidecar, "--corpus", "5000")
-    assert result["ratio_engines1"] == 1
+    result = document("--corpus", "5000", "--parts", "steps,engines")
+    assert result["ratio_engines2"] == 1
     assert result["drafts_per_s_engines2"] > 0
     assert result["drafted_per_sequence_batch64"] > 0
 
@@ -36,7 +37,11 @@ def run_short(address, seed):
     return sidecar.run_engine(address, seed)
 
 
-def test_drafts_have_no_text_of_another_namespace(document):
-    result = document(isolation, "--tokens", "5000", "--probes", "20")
-    assert result["control: share of contexts with a draft"] == 0.5
-    assert {0 <= value["ordered"] <= 1 for value in result.values() if isinstance(value, dict)} == {True}
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+def test_the_cost_and_the_delay_of_a_shared_log_are_measured(document, monkeypatch):
+    for name, value in {"FEED_TOKENS_PER_S": 20_000, "FEED_S": 0.5, "PROBES": 3}.items():
+        monkeypatch.setattr(sidecar, name, value)
+    result = document("--corpus", "100000", "--parts", "log")
+    # Redis sends each token to both sidecars.
+    assert 4 < result["log_bytes_to_redis"] < result["log_bytes_from_redis"]
+    assert 0 < result["log_delay_ms_p50"] <= result["log_delay_ms_p99"]

@@ -14,7 +14,7 @@ class Wire:
 
     def __init__(self, service: FakeService, model: pb.Model | None = None) -> None:
         self.now = 0.0
-        self.client = Protocol(pb.Hello(protocol=3, model=model), clock=lambda: self.now)
+        self.client = Protocol(pb.Hello(protocol=3, client="test/1", model=model), clock=lambda: self.now)
         self.service = service
         self.requests: deque[pb.DraftRequest] = deque()
         """Requests in flight."""

@@ -12,11 +12,10 @@ import sys
 import time
 
 from drafter_service.commands.main import cli
-from drafter_service.server import disk, namespaces, server
+from drafter_service.server import namespaces, server
 
 DISK_LIMIT_S = 0.3
 """See `namespaces.DISK_LIMIT_S`."""
-RETRY_S = 0.1
 IDLE_S = 0.5
 
 _open, _os_open, _readlink = io.open, os.open, os.readlink
@@ -90,7 +89,6 @@ def break_folder(folder, control):
         setattr(os, name, faults.before(getattr(os, name)))
     namespaces.DISK_LIMIT_S = DISK_LIMIT_S
     namespaces.DISK_BYTES_PER_S = 1e12
-    disk.FIRST_RETRY_S, disk.LONGEST_RETRY_S = RETRY_S / 4, RETRY_S
     server.IDLE_S = IDLE_S
 
 

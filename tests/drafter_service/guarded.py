@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from contextlib import asynccontextmanager
 
 import grpc
@@ -13,7 +14,8 @@ from drafter_service.auth.listening import listen
 from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address
 
-TIMEOUT_S = 10
+TIMEOUT_S, RUN_TIMEOUT_S = 10, 120
+"""Timeouts of a call and of a test, in seconds; long enough for busy machines."""
 RIGHTS = {"Read": Right.READ, "Learn": Right.LEARN, "Admin": Right.ADMIN}
 
 
@@ -43,8 +45,6 @@ class Guarded:
         self.clock = clock
         self.config = config
         self.address = Address.parse(address)
-        self.looked_up = []
-        """Namespaces for which a call passed the check."""
 
     async def call(self, namespace="any", right="Read", access=ClientAccess(), metadata=None):  # noqa: B008  # frozen
         """Return the answer to one call over its own connection. Raises AioRpcError."""
@@ -74,31 +74,23 @@ class Guarded:
 
     def handlers(self):
         unary = {name: grpc.unary_unary_rpc_method_handler(self._method(right)) for name, right in RIGHTS.items()}
-        stream = grpc.stream_stream_rpc_method_handler(self._stream)
-        return grpc.method_handlers_generic_handler("test.Guarded", {**unary, "Stream": stream})
+        return grpc.method_handlers_generic_handler("test.Guarded", unary)
 
     def _method(self, right):
         async def answer(request, context):
             async with self.control.authorize(context) as authorized:
                 authorized.require(right, request.decode())
-                self.looked_up.append(request.decode())
                 return authorized.caller.name.encode()
 
         return answer
-
-    async def _stream(self, requests, context):
-        async with self.control.authorize(context) as authorized:
-            async for request in requests:
-                authorized.require(Right.READ, request.decode())
-                yield authorized.caller.name.encode()
 
 
 def open_aio(connector):
     """Return an asyncio channel with the credentials of a connector."""
     credentials, options = connector._credentials(), connector._with_name([])
     if credentials is None:
-        return grpc.aio.insecure_channel(connector._address.text)
-    return grpc.aio.secure_channel(connector._address.text, credentials, options=options)
+        return grpc.aio.insecure_channel(connector.address.text)
+    return grpc.aio.secure_channel(connector.address.text, credentials, options=options)
 
 
 @asynccontextmanager
@@ -116,11 +108,14 @@ async def guarded(config=AccessConfig(), address="127.0.0.1:0", clock=None):  # 
 
 
 def run(test):
-    """Run a coroutine as a test."""
+    """Run a coroutine function as a test, with a timeout."""
 
+    @functools.wraps(test)  # pytest reads the names of fixtures from it.
     def runs(*args, **kwargs):
-        asyncio.run(test(*args, **kwargs))
+        async def bounded():
+            async with asyncio.timeout(RUN_TIMEOUT_S):
+                await test(*args, **kwargs)
 
-    runs.__wrapped__ = test  # pytest reads the names of fixtures from it.
-    runs.__name__ = test.__name__
+        asyncio.run(bounded())
+
     return runs

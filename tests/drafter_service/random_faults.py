@@ -215,7 +215,7 @@ class Load:
     def end_stream(self):
         """End the stream, so that its deadline is one of a single fault, however many there are."""
         if self._stream is not None:
-            self._stream.call.cancel()
+            self._stream.cut()
             self._stream = None
 
     def step(self):

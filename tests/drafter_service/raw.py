@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import queue
 import select
 import socket
-import struct
-import threading
 import time
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import grpc
 import numpy as np
 
+from drafter_service.commands.conformance.simulated_engine import RawStream, SocketCall, finish, grpc_call, start
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from drafter_service.transport.wire import MESSAGE_SIZES, batch_message, pack, read_drafts, unpack
 from tests.replay import progress_of
-from tests.strategies import array
 
-DRAFT = "/ssd.drafter.v1.DrafterService/Draft"
+__all__ = ["finish", "start"]
+
 TIMEOUT_S = 60
 """Timeout of operations, long enough for busy machines."""
 
@@ -38,14 +34,6 @@ def eventually(condition, timeout_s=TIMEOUT_S):
 def counted(first, size=40):
     """Return a unique text."""
     return list(range(first, first + size))
-
-
-def start(sequence_id, tokens, learn=True, **fields):
-    return pb.Start(sequence_id=sequence_id, prompt=pack(array(list(tokens)), "u4"), learn=learn, **fields)
-
-
-def finish(sequence_id, tokens=(), learn=True, **fields):
-    return pb.Finish(sequence_id=sequence_id, tokens=pack(array(list(tokens)), "u4"), learn=learn, **fields)
 
 
 def batch(committed, limit=8, **fields):
@@ -82,92 +70,22 @@ def lost(response):
     return unpack(response.lost_ids, "u8", "lost_ids").tolist()
 
 
-class SocketEnd(grpc.RpcError):
-    """The status of a stream over the step socket."""
-
-    def __init__(self, code, details):
-        self.code, self.details = lambda: code, lambda: details
-
-
-class SocketCall:
-    """A Draft stream over the step socket, with the methods of gRPC's calls that tests use."""
-
-    def __init__(self, address, requests, authorization=""):
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(TIMEOUT_S)
-        self._socket.connect(address.removeprefix("unix:") + ".steps")
-        self._end = Future()
-        threading.Thread(target=self._send, args=(authorization, requests), daemon=True).start()
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        length = struct.unpack("<I", self._exactly(4))[0]
-        body = self._exactly(length & 0x7FFF_FFFF)
-        if length < 1 << 31:
-            return pb.DraftResponse.FromString(body)
-        error = pb.Error.FromString(body)
-        code = next(code for code in grpc.StatusCode if code.value[0] == error.code)
-        self._end.set_result((code, error.message))
-        self._socket.close()
-        if code is grpc.StatusCode.OK:
-            raise StopIteration
-        raise SocketEnd(code, error.message)
-
-    def done(self):
-        """Whether the next frame is the last."""
-        if not self._end.done() and select.select([self._socket], [], [], 0)[0]:
-            header = self._socket.recv(4, socket.MSG_PEEK)
-            if len(header) == 4 and header[3] & 128:
-                with suppress(StopIteration, SocketEnd):
-                    next(self)
-        return self._end.done()
-
-    def code(self):
-        return self._end.result(TIMEOUT_S)[0]
-
-    def details(self):
-        return self._end.result(TIMEOUT_S)[1]
-
-    def cancel(self):
-        self._socket.close()
-
-    def _send(self, authorization, requests):
-        try:
-            self._socket.sendall(b"ssd.drafter.v1\n")
-            for data in itertools.chain([authorization.encode()], requests):
-                self._socket.sendall(struct.pack("<I", len(data)) + data)
-            self._socket.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass  # The service has ended the stream.
-
-    def _exactly(self, size):
-        data = b""
-        while len(data) < size:
-            try:
-                more = self._socket.recv(size - len(data))
-            except ConnectionResetError:
-                more = b""
-            if not more:
-                raise SocketEnd(grpc.StatusCode.UNAVAILABLE, "the connection broke")
-            data += more
-        return data
+def status_of(call):
+    """Return the status and details with which a call ends."""
+    try:
+        response = call()
+    except grpc.RpcError as error:
+        return error.code(), error.details()
+    raise AssertionError(f"answered with {response}")
 
 
-class Stream:
+class Stream(RawStream):
     """One Draft stream, with calls that wait for a response and calls that do not."""
-
-    def __init__(self, open_call):
-        """Open the stream; `open_call` makes a call from an iterator of requests."""
-        self._requests = queue.SimpleQueue()
-        self.call = open_call(iter(self._requests.get, None))
 
     def send(self, request=None, **fields):
         """Send a DraftRequest, or bytes."""
-        self._requests.put(
-            request if isinstance(request, bytes) else (request or pb.DraftRequest(**fields)).SerializeToString()
-        )
+        is_raw = isinstance(request, bytes)
+        super().send(request if is_raw else (request or pb.DraftRequest(**fields)).SerializeToString())
 
     def read(self):
         return next(self.call)
@@ -183,22 +101,24 @@ class Stream:
 
     def refusal(self):
         """Return the status and details with which the stream ends."""
-        try:
-            response = self.read()
-        except grpc.RpcError as error:
-            return error.code(), error.details()
-        raise AssertionError(f"answered with {response}")
+        return status_of(self.read)
+
+    def has_ended(self):
+        """Whether the service has ended a stream that has no unread responses."""
+        if isinstance(self.call, SocketCall):
+            return any(select.select([self.call.socket], [], [], 0))
+        return self.call.done()
 
     def end(self):
         """Send the end of the requests, and return once the service has ended the stream."""
-        self._requests.put(None)
+        super().end()
         for _ in self.call:
             pass
 
     def cut(self):
         """Break the stream."""
+        super().end()
         self.call.cancel()
-        self._requests.put(None)
 
 
 class Caller:
@@ -214,17 +134,17 @@ class Caller:
 
     def stream(self, namespace=None, **fields):
         """Return a new stream, with its handshake if a namespace is given."""
-        stream = Stream(self._open_stream)
+        over_grpc = grpc_call(self.channel, self._metadata, wait_for_ready=True)
+        stream = Stream(over_grpc if self._steps is None else self._open_socket)
         self._streams.append(stream)
         if namespace is not None:
             stream.welcome = stream.exchange(hello=hello(namespace, **fields)).welcome
         return stream
 
-    def _open_stream(self, requests):
-        if self._steps is not None:
-            return SocketCall(self._steps, requests, dict(self._metadata).get("authorization", ""))
-        method = self.channel.stream_stream(DRAFT, response_deserializer=pb.DraftResponse.FromString)
-        return method(requests, metadata=self._metadata, timeout=TIMEOUT_S, wait_for_ready=True)
+    def _open_socket(self, requests):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._steps.removeprefix("unix:") + ".steps")
+        return SocketCall(connection, dict(self._metadata).get("authorization", ""), requests)
 
     def call(self, method, **fields):
         """Make a unary call and return its response."""
@@ -238,11 +158,7 @@ class Caller:
 
     def refusal(self, method, **fields):
         """Return the status and details with which a unary call ends."""
-        try:
-            response = self.call(method, **fields)
-        except grpc.RpcError as error:
-            return error.code(), error.details()
-        raise AssertionError(f"answered with {response}")
+        return status_of(lambda: self.call(method, **fields))
 
     def observe(self, namespace, *runs, names=(), **fields):
         return self.call("Observe", namespace=namespace, texts=texts(*runs, names=names), **fields)

@@ -154,8 +154,8 @@ def decode(tokens):
     return "".join(chr(ord("a") + token) for token in tokens.tolist())
 
 
-def chain_engine(config, pages, drafter, selection=None, *, in_flight=None, drafters=(), adapters=None):
-    """An engine with this model, whose outputs do not depend on adapters.
+def chain_engine(config, pages, drafter, selection=None, *, in_flight=None, drafters=()):
+    """An engine with this model.
 
     in_flight: largest number of steps in flight when a step is launched, 0, 1 or "any", with the graph executor unless
     the drafter needs the target's outputs; None: the eager executor.
@@ -166,7 +166,7 @@ def chain_engine(config, pages, drafter, selection=None, *, in_flight=None, draf
     graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
     executors = Executors(EagerExecutor(runner, PAGE_SIZE, drafter.needs), pool, graph)
     config = replace(config, in_flight=1 if in_flight == "any" else in_flight)
-    engine = Engine(MODEL, config, executors, drafter, decode, selection, drafters=drafters, adapters=adapters)
+    engine = Engine(MODEL, config, executors, drafter, decode, selection, drafters=drafters)
     if in_flight == "any":
         engine._may_run_ahead = AtRandom()
     return engine

@@ -64,7 +64,7 @@ def visible_places(span, row):
     return np.array([*range(span.committed), *ancestors])
 
 
-def fake_engine(drafter, decode, *, max_sequences=4, max_draft=6, max_step_tokens=64, draft_shape="path"):
+def fake_engine(drafter, decode, *, max_sequences=4, max_draft=6, max_step_tokens=64, draft_shape="path", pages=200):
     config = EngineConfig(
         max_sequences=max_sequences,
         max_draft=max_draft,
@@ -72,6 +72,5 @@ def fake_engine(drafter, decode, *, max_sequences=4, max_draft=6, max_step_token
         page_size=4,
         draft_shape=draft_shape,
     )
-    pages = PagePool(200, config.page_size)
-    executor = EagerExecutor(FakeRunner(pages.count, config.page_size), config.page_size)
-    return Engine(MODEL, config, Executors(executor, pages), adapt(drafter), decode)
+    executor = EagerExecutor(FakeRunner(pages, config.page_size), config.page_size)
+    return Engine(MODEL, config, Executors(executor, PagePool(pages, config.page_size)), adapt(drafter), decode)

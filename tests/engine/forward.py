@@ -48,7 +48,7 @@ def cached_and_fresh(model, engine, text):
     runner.forward(batch_of([sequence_of(text, range(32))], PAGE_SIZE))
 
     def held(runner, page):
-        return torch.stack((runner._attention._keys[:, page], runner._attention._values[:, page]))
+        return torch.stack([cached[:, page] for cached in runner.attention.pages])
 
     return [
         (held(engine._executor.runner, page), held(runner, index))

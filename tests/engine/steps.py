@@ -14,6 +14,7 @@ from engine.scheduling.plan import NO_ROWS, StepPlan
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import ADMISSION, COMPUTED, KIND, PAGES, RequestTable
 from engine.speculation.draft_tree import DraftTree
+from ssd.budget.token_budget import StepPrice
 from tests.engine.trees import batch_of_trees
 
 
@@ -78,6 +79,22 @@ def counted_plan(sequences=1, *, verified=0, room=16, prompt_tokens=0, **setting
         RequestTable(0, 0), np.arange(sequences + len(chunks)), chunks, sequences,
         rooms=np.full(sequences, room), lengths=np.full(sequences, verified), **settings,
     )  # fmt: skip
+
+
+class AllTokens:
+    """A selection of draft tokens that calls the drafter in each step and verifies all."""
+
+    def admits(self, plan):
+        return True
+
+    def price(self, plan):
+        return StepPrice(100.0, 0.03)
+
+    def select(self, plan, drafts, usable):
+        return usable
+
+    def record(self, plan, accepted, committed, seconds):
+        pass
 
 
 def each_of(result):

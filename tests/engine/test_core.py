@@ -11,13 +11,15 @@ from engine.config import EngineConfig
 from engine.engine import build_engine
 from engine.executor.kv_memory import default_kv_memory
 from engine.sampling.logprobs import compute_logprobs
+from engine.sampling.noise import greedy_tokens
 from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.speculation import verify
 from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
-from ssd.types import NO_LIMITS, DraftBatch, Path
-from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.conftest import make_folder
 from tests.engine.forward import prompt_logits
+from tests.engine.integrity import check_integrity
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
 
@@ -35,41 +37,9 @@ def requests(count, *, temperature=0.0, max_tokens=40):
 
 def outputs(engine, submitted):
     """Outputs of all requests run together, with integrity checked after every step."""
-    completions = engine.generate(submitted, observe=lambda _: engine.scheduler.check_integrity())
+    completions = engine.generate(submitted, observe=lambda _: check_integrity(engine.scheduler))
     assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
     return [completion.tokens.tolist() for completion in completions]
-
-
-class ScriptedDrafter(NoDrafter):
-    """Drafts the tokens that a function of (sequence id, committed length) returns."""
-
-    limits = NO_LIMITS
-
-    def __init__(self, script):
-        self.script = script
-        self.lengths = {}
-
-    def start(self, sequence_id, prompt):
-        self.lengths[sequence_id] = len(prompt)
-
-    def draft(self, progress):
-        paths = []
-        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
-            script = self.script(sequence_id, self.lengths[sequence_id])
-            tokens = np.array(script, np.uint32)[: int(progress.max_draft[index])]
-            paths.append(Path(tokens, np.ones(len(tokens), np.float32)))
-        return DraftBatch.from_paths(paths)
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    """Outputs without drafts, one request at a time, by temperature."""
-    engine = build_engine(model, CONFIG, NoDrafter())
-    return {
-        temperature: [outputs(engine, [request])[0] for request in requests(12, temperature=temperature)]
-        for temperature in (0.0, 1.0)
-    }
 
 
 def test_greedy_output_equals_that_of_transformers(tmp_path):
@@ -82,13 +52,6 @@ def test_greedy_output_equals_that_of_transformers(tmp_path):
         with torch.inference_mode():
             expected = reference.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)[0]
         assert outputs(engine, [request])[0] == expected[prompt.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_wrong_drafts_do_not_change_outputs(model, plain, temperature):
-    rng = np.random.default_rng(0)
-    engine = build_engine(model, CONFIG, ScriptedDrafter(lambda *_: rng.integers(0, VOCAB, rng.integers(0, 7))))
-    assert outputs(engine, requests(12, temperature=temperature)) == plain[temperature]
 
 
 def test_prompts_with_log_probabilities_are_computed_again(model):
@@ -147,7 +110,7 @@ def test_a_request_without_an_output_scores_its_prompt(model, size):
     assert len(other.tokens) > 0
     expected = compute_logprobs(prompt_logits(model, prompt)[:-1], prompt[1:], 1)
     np.testing.assert_allclose(completion.prompt_logprobs.tokens, expected.tokens, atol=1e-4)
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
 
 
@@ -162,6 +125,17 @@ def test_only_drafts_that_continue_a_prediction_count_as_predicted(model):
     assert plain.predicted == other.predicted == (0, 0)
     assert 20 < right.predicted.accepted == right.accepted
     assert right.predicted.accepted <= right.predicted.drafted <= right.drafted
+
+
+def test_steps_of_recorded_outputs_sample_as_others_do(model, monkeypatch):
+    """Steps of recorded outputs take as long as others, because they sample too."""
+    calls = []
+    monkeypatch.setattr(verify, "greedy_tokens", lambda logits: (calls.append(1), greedy_tokens(logits))[1])
+    recorded = np.arange(1, 21, dtype=np.uint32)
+    engine = build_engine(model, CONFIG, NoDrafter())
+    [completion] = engine.generate([Request(recorded[:3], SamplingParams(max_tokens=20), recorded=recorded)])
+    assert completion.tokens.tolist() == recorded.tolist()
+    assert len(calls) >= completion.steps == 20
 
 
 @pytest.mark.parametrize("has_budget", [False, True])

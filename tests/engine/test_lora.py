@@ -1,29 +1,24 @@
 """The engine with LoRA adapters: outputs equal those of merged models, in any batch and with any drafter."""
 
-import json
-import shutil
 from dataclasses import replace
-from threading import Event
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.models.loader import load_config, load_model
-from engine.models.lora import format as lora_format
 from engine.models.lora.format import check_adapters
 from engine.models.lora.pool import AdapterPool
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar_state import GrammarCompiler
-from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.integrity import check_integrity
 from tests.engine.lora_folders import merged_model, write_adapter
 from tests.engine.sampling.test_grammar_state import END, GRAMMARS
 
@@ -82,19 +77,18 @@ def without_adapter(request):
     return Request(request.prompt, request.sampling)
 
 
-def new_engine(folder, *, drafter="none", config=CONFIG, size=3, folders=None, grammars=None, **settings):
-    """size: number of adapters that may be in memory. folders: those of the adapters, by default in the model's."""
+def new_engine(folder, *, drafter="none", config=CONFIG, grammars=None, **settings):
     model = load_model(folder)
-    folders = folders or {name: folder / name for name in ADAPTERS}
+    folders = {name: folder / name for name in ADAPTERS}
     target = TargetInfo.from_model(model, config, folder)
     built = build_drafter(drafter, DrafterConfig(), target, adapters=folders, **settings)
-    pool = AdapterPool(model, check_adapters(folders, model.config), size)
+    pool = AdapterPool(model, check_adapters(folders, model.config))
     return build_engine(model, config, built, adapters=pool, drafters=drafter.split("+"), grammars=grammars)
 
 
 def outputs(engine, submitted):
     """Outputs of all requests run together, with integrity checked after every step."""
-    completions = engine.generate(submitted, observe=lambda _: engine.scheduler.check_integrity())
+    completions = engine.generate(submitted, observe=lambda _: check_integrity(engine.scheduler))
     assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
     return [completion.tokens.tolist() for completion in completions]
 
@@ -168,131 +162,6 @@ def test_a_sidecar_has_a_namespace_for_each_adapter(folder, merged, server, sock
     assert all(client._decided.wait(60) for client in clients)
     assert len({client.welcome.namespace for client in clients}) == 4
     engine.close()
-
-
-def test_an_unused_adapter_is_evicted_and_read_again(folder, updates, merged):
-    engine = new_engine(folder, size=2)
-    pool = engine.scheduler._adapters
-    expected = dict(zip([None, *ADAPTERS], merged, strict=False))
-    for name, loaded in [
-        ("first", ["first"]),
-        ("second", ["first", "second"]),
-        ("first", ["second", "first"]),
-        ("third", ["first", "third"]),
-        ("second", ["third", "second"]),
-    ]:
-        assert outputs(engine, [requests(name)[0]]) == [expected[name]]
-        assert pool.loaded == loaded
-    engine.close()
-
-
-def test_an_adapter_is_read_while_steps_run(folder, updates, merged, monkeypatch):
-    engine = new_engine(folder)
-    may_read, read = Event(), lora_format.Adapter.read
-
-    def read_when_allowed(adapter):
-        assert may_read.wait(60)
-        return read(adapter)
-
-    monkeypatch.setattr(lora_format.Adapter, "read", read_when_allowed)
-    running, waiting, later = (engine.add(requests(name)[0]) for name in (None, "first", None))
-    found = {}
-    while not {running, later} <= found.keys():
-        found |= engine.step().finished
-        engine.scheduler.check_integrity()
-        assert [sequence.sequence_id for sequence in engine.scheduler.waiting] == [waiting]
-    may_read.set()
-    while engine.scheduler.has_work:
-        found |= engine.step().finished
-    assert [found[each].tokens.tolist() for each in (running, waiting, later)] == [*merged[:2], merged[0]]
-    engine.close()
-
-
-def with_infinity(adapter):
-    path = adapter / "adapter_model.safetensors"
-    tensors = load_file(path)
-    next(iter(tensors.values()))[0, 0] = torch.inf
-    save_file(tensors, path)
-
-
-@pytest.fixture
-def damaged_engine(request, folder, updates, tmp_path):
-    """An engine whose adapter `second` is damaged, and a function that repairs it."""
-    folders = {name: folder / name for name in ADAPTERS} | {"second": tmp_path / "second"}
-    shutil.copytree(folder / "second", folders["second"])
-    engine = new_engine(folder, drafter="ssd", size=1, folders=folders)
-    request.param(folders["second"])
-    yield engine, lambda: shutil.copytree(folder / "second", folders["second"], dirs_exist_ok=True)
-    engine.close()
-
-
-def run_to_end(engine):
-    """Run all requests and return their completions and the reasons of the refused ones."""
-    finished, refused = {}, {}
-    while engine.scheduler.has_work:
-        report = engine.step()
-        engine.scheduler.check_integrity()
-        finished |= report.finished
-        refused |= report.refused
-    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
-    return finished, refused
-
-
-def of_one_module_less(adapter):
-    path = adapter / "adapter_model.safetensors"
-    save_file(
-        {name: tensor for name, tensor in load_file(path).items() if "layers.0.self_attn.q_proj" not in name}, path
-    )
-
-
-def of_one_output(adapter):
-    """Replace tensors by ones that would be broadcast to the previous shapes."""
-    path = adapter / "adapter_model.safetensors"
-    save_file({name: each[:1] if "lora_B" in name else each for name, each in load_file(path).items()}, path)
-
-
-def of_other_weights(adapter):
-    path = adapter / "adapter_model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {name: each + 1 for name, each in tensors.items() if "down_proj.lora_A" in name}, path)
-
-
-def of_another_scale(adapter):
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 1}))
-
-
-@pytest.mark.parametrize(
-    ("damaged_engine", "message"),
-    [
-        (with_infinity, "not finite"),
-        (shutil.rmtree, "has no adapter_config.json"),
-        (of_one_module_less, "has changed since the engine started"),
-        (of_one_output, "has shape"),
-        (of_another_scale, "has changed since the engine started"),
-        (of_other_weights, "has changed since the engine started"),
-    ],
-    indirect=["damaged_engine"],
-)
-@pytest.mark.parametrize("names", [("second",), (None, "second", "first", "second"), ("first", "second", None)])
-def test_only_requests_with_a_damaged_adapter_end(damaged_engine, merged, message, names, caplog):
-    engine, repair = damaged_engine
-    expected = dict(zip([None, *ADAPTERS], merged, strict=False))
-    ids = [engine.add(requests(name)[0]) for name in names]
-    finished, refused = run_to_end(engine)
-    for sequence_id, name in zip(ids, names, strict=True):
-        if name == "second":
-            assert refused[sequence_id] == "the adapter second cannot be read; see the engine's log"
-            assert finished[sequence_id].finish_reason is FinishReason.ABORT
-        else:
-            assert sequence_id not in refused
-            assert finished[sequence_id].tokens.tolist() == expected[name]
-    assert message in caplog.text
-    with pytest.raises(UserError, match="the adapter second cannot be read"):
-        engine.generate([requests(name)[0] for name in (None, "second")])
-    assert not engine.scheduler.has_work
-    repair()
-    assert outputs(engine, [requests("second")[0]]) == [expected["second"]]
 
 
 def test_an_unknown_adapter_is_refused(folder, updates):

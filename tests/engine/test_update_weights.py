@@ -21,21 +21,13 @@ from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from ssd.types import NO_LIMITS
 from tests.engine.conftest import make_folder
+from tests.engine.integrity import check_integrity
 from tests.engine.test_core import outputs, requests
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6, kv_memory_mib=4)
 KINDS = [
-    "none",
-    "ssd",
-    "lookahead",
-    "recycle",
-    "self-int8",
-    "draft-model",
-    "mtp",
-    "eagle",
-    "medusa",
-    "ssd+mtp+self-int8",
-]
+    "none", "ssd", "lookahead", "recycle", "self-int8", "draft-model", "mtp", "eagle", "medusa", "ssd+mtp+self-int8",
+]  # fmt: skip
 GREEDY, SAMPLED = requests(6), requests(6, temperature=1.0)
 
 
@@ -74,7 +66,7 @@ def expected(model_folder, new_folder):
 
 @pytest.mark.parametrize(
     ("kind", "in_flight"),
-    [*((kind, number % 2) for number, kind in enumerate(KINDS)), ("none", 1), ("ssd", 0), ("mtp", 1)],
+    [*((kind, number % 2) for number, kind in enumerate(KINDS)), ("none", 1)],
 )
 def test_outputs_are_those_of_an_engine_built_with_the_new_weights(
     model_folder, draft_folders, new, expected, kind, in_flight
@@ -98,18 +90,6 @@ def test_drafts_of_an_int8_copy_follow_the_weights(model_folder, new_folder):
             engine.update_weights(new_folder)
             accepted.append(sum(each.accepted for each in engine.generate(GREEDY)))
     assert accepted[0] == accepted[1] > 100
-
-
-def test_nothing_that_the_prefix_cache_or_a_head_keeps_is_used_again(model_folder, draft_folders, new):
-    with closing(engine_of(model_folder, "mtp", draft_folders)) as engine:
-        repeated = [GREEDY[0]] * 2
-        engine.generate(repeated)
-        cached = [each.cached_tokens for each in engine.generate(repeated)]
-        engine.update_weights(new)
-        engine.scheduler.check_integrity()
-        after = [each.cached_tokens for each in engine.generate(repeated)]
-    assert min(cached) > 0
-    assert after[0] == 0
 
 
 def test_versions(model_folder, new):
@@ -145,7 +125,7 @@ def finished(engine, ids):
     completions = {}
     while engine.has_work:
         completions.update(engine.step().finished)
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
     return [completions[each].tokens.tolist() for each in ids]
 
 
@@ -159,8 +139,7 @@ def begin(engine, steps):
     return ids, tokens
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("kind", ["none", "ssd", "mtp", "medusa"])
+@pytest.mark.parametrize(("kind", "in_flight"), [("none", 1), ("ssd", 0), ("mtp", 1), ("medusa", 0)])
 @pytest.mark.parametrize("running", ["finish", "restart"])
 def test_requests_that_run_finish_with_the_old_weights_or_start_again(
     model_folder, draft_folders, new, expected, kind, in_flight, running
@@ -212,12 +191,7 @@ def test_a_drafter_starts_a_restarted_request_again_and_learns_only_its_final_ou
         engine.update_weights(new, running="restart")
         finished(engine, ids)
     begun = set(ids[:4])
-    assert [call for call in drafter.calls if call[1] == ids[0]] == [
-        ("start", ids[0]),
-        ("drop", ids[0]),
-        ("start", ids[0]),
-        ("learn", ids[0]),
-    ]
+    assert [call for call, each in drafter.calls if each == ids[0]] == ["start", "drop", "start", "learn"]
     assert {each for call, each in drafter.calls if call == "drop"} == begun
     assert [drafter.texts[each] for each in ids] == expected["new"]["greedy"]
 
@@ -252,15 +226,6 @@ def test_an_update_between_the_steps_of_generate(model_folder, new, expected, ru
         tokens = completion.tokens.tolist()
         # The cancelled request makes room for the fifth.
         assert tokens == (old if running == "finish" and index < 5 else new)[index]
-
-
-def test_reports_can_be_observed_during_the_update(model_folder, new):
-    with closing(engine_of(model_folder)) as engine:
-        ids, _ = begin(engine, 2)
-        reports = []
-        engine.update_weights(new, observe=reports.append)
-        assert {each for report in reports for each in report.finished} == set(ids[:4])
-        finished(engine, ids[4:])
 
 
 def test_an_update_within_an_update_is_refused(model_folder, new):

@@ -1,4 +1,4 @@
-"""Random draft trees in which the first tokens of one path are right."""
+"""Drafters of paths and trees that are partly right."""
 
 from __future__ import annotations
 
@@ -34,27 +34,60 @@ def batch_of_trees(trees):
     )
 
 
-class RandomTrees(NoDrafter):
-    """Drafts random trees that are partly right."""
+class Following(NoDrafter):
+    """Knows the length of each sequence, and drafts what `tree` returns."""
 
     limits = NO_LIMITS
 
-    def __init__(self, submitted, answers, vocab, seed=4):
-        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(submitted, answers, strict=True)]
-        self.vocab = vocab
+    def __init__(self):
         self.lengths = {}
-        self.rng = np.random.default_rng(seed)
+        """Number of committed tokens by sequence id."""
 
     def start(self, sequence_id, prompt):
         self.lengths[sequence_id] = len(prompt)
 
     def draft(self, progress):
         trees = []
-        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
-            right = self.texts[sequence_id][self.lengths[sequence_id] :]
-            trees.append(self.tree(sequence_id, right, int(progress.max_draft[index])))
+        ids, most = progress.sequence_ids.tolist(), progress.max_draft.tolist()
+        for sequence_id, count, limit in zip(ids, np.diff(progress.offsets).tolist(), most, strict=True):
+            self.lengths[sequence_id] += count
+            trees.append(self.tree(sequence_id, self.lengths[sequence_id], limit))
         return batch_of_trees(trees)
 
-    def tree(self, sequence_id, right, limit):
-        return random_tree(self.rng, right, limit, self.vocab)
+    def tree(self, sequence_id, length, limit):
+        """Return tokens and parents of at most `limit` draft tokens after `length` committed ones."""
+        raise NotImplementedError
+
+
+class ScriptedDrafter(Following):
+    """Drafts the tokens that a function of (sequence id, committed length) returns, as a path."""
+
+    def __init__(self, script):
+        super().__init__()
+        self.script = script
+
+    def tree(self, sequence_id, length, limit):
+        tokens = list(self.script(sequence_id, length))[:limit]
+        return tokens, range(-1, len(tokens) - 1)
+
+
+class RandomTrees(Following):
+    """Drafts random trees in which the first tokens of one path are right."""
+
+    def __init__(self, submitted, answers, vocab, seed=4):
+        super().__init__()
+        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(submitted, answers, strict=True)]
+        self.vocab = vocab
+        self.rng = np.random.default_rng(seed)
+
+    def tree(self, sequence_id, length, limit):
+        return random_tree(self.rng, self.texts[sequence_id][length:], limit, self.vocab)
+
+
+class RandomPaths(RandomTrees):
+    """Drafts paths of any length that are right up to a random position."""
+
+    def tree(self, sequence_id, length, limit):
+        right = self.texts[sequence_id][length:][: self.rng.integers(0, 7)]
+        tokens = [*right, *self.rng.integers(0, self.vocab, self.rng.integers(0, 3)).tolist()][:limit]
+        return tokens, range(-1, len(tokens) - 1)

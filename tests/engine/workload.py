@@ -8,11 +8,11 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.request import FinishReason, Request, SamplingParams
-from ssd.budget.token_budget import StepPrice
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Drafter, Path
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
-from tests.engine.steps import each_of
+from tests.engine.integrity import check_integrity
+from tests.engine.steps import AllTokens, each_of
 from tests.engine.trees import batch_of_trees, random_tree
 
 
@@ -78,7 +78,7 @@ class StrictDrafter(Drafter):
         assert text == self.answers[sequence_id][: len(text)]
 
 
-class RandomBackoff:
+class RandomBackoff(AllTokens):
     """A selection that verifies all tokens, and skips the drafter in random steps."""
 
     def __init__(self, rng):
@@ -88,12 +88,6 @@ class RandomBackoff:
     def admits(self, plan):
         plan.is_stopped = self.is_stopped
         return not self.is_stopped
-
-    def price(self, plan):
-        return StepPrice(100.0, 0.03)
-
-    def select(self, plan, drafts, usable):
-        return usable
 
     def record(self, plan, accepted, committed, seconds):
         assert not (getattr(plan, "is_stopped", False) and (plan.is_drafting or accepted))
@@ -198,7 +192,7 @@ class Workload:
         scheduler = self.engine.scheduler
         sequence = scheduler.find(sequence_id)
         completion = self.engine.cancel(sequence_id)
-        scheduler.check_integrity()
+        check_integrity(scheduler)
         assert scheduler.find(sequence_id) is None
         assert (completion is None) == (sequence is None)
         if sequence is None or completion is None:
@@ -223,7 +217,7 @@ class Workload:
             *(s for step in self.engine._in_flight for s in scheduler.table.of(step.plan.prompts.all_rows)),
         }
         report = self.engine.step()
-        scheduler.check_integrity()
+        check_integrity(scheduler)
         assert self.engine._speculation.drafter.failures.count == 0
         self.check_in_flight()
         self.check_output(report)

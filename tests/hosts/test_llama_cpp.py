@@ -14,7 +14,6 @@ import pytest
 
 from drafter_service.client.identity import model_identity
 from drafter_service.plugins.llama_cpp import LOG, TESTED, SsdDraftModel, model_of
-from tests.drafter_service.plugins import signatures
 from tests.drafter_service.plugins.helpers import session_of, use_equal_steps
 from tests.servers import served
 
@@ -81,7 +80,7 @@ def sidecar(address):
 @contextmanager
 def drafts(llama, **settings):
     """Let a model use drafts."""
-    with SsdDraftModel(llama, deadline_s=DEADLINE_S, capacity=200_000, **settings) as ssd:
+    with SsdDraftModel(llama, deadline_s=DEADLINE_S, capacity=200_000, drafting="sidecar", **settings) as ssd:
         llama.draft_model = ssd
         try:
             yield ssd
@@ -105,10 +104,8 @@ def report(address):
     return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
-def test_the_host_is_a_tested_version_with_the_recorded_signatures():
+def test_the_host_is_a_tested_version():
     assert llama_cpp.__version__ in TESTED
-    recorded = signatures.load("llama_cpp")
-    assert signatures.record(recorded) == recorded
 
 
 def test_the_corpus_of_a_file_is_that_of_other_engines(llama, model_file):
@@ -116,15 +113,7 @@ def test_the_corpus_of_a_file_is_that_of_other_engines(llama, model_file):
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_outputs_are_those_without_drafts(llama, plain, name, log):
-    with drafts(llama, sidecar="embedded") as ssd:
-        assert [completions(llama, **SAMPLINGS[name]) for _ in range(2)] == [plain[name]] * 2
-        assert ssd.counters.tokens_per_step > 1.5
-    assert log() == []
-
-
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_outputs_are_those_without_drafts_with_a_sidecar(llama, plain, name, address, log):
+def test_outputs_are_those_without_drafts(llama, plain, name, address, log):
     with sidecar(address):
         with drafts(llama, sidecar=address) as ssd:
             assert [completions(llama, **SAMPLINGS[name]) for _ in range(2)] == [plain[name]] * 2
@@ -202,7 +191,7 @@ def host_server(file, address):
     """Run the host's server with drafts; yield its URL."""
     command = [sys.executable, "-m", "drafter_service.plugins.llama_cpp.server", "--model", str(file), "--port", "0"]
     command += ["--n_ctx", "512", "--n_threads", "1", "--n_threads_batch", "1", "--verbose", "false"]
-    settings = json.dumps({"sidecar": address, "deadline_s": DEADLINE_S})
+    settings = json.dumps({"sidecar": address, "drafting": "sidecar", "deadline_s": DEADLINE_S})
     process = subprocess.Popen(
         command,
         env={**os.environ, "SSD_PLUGIN": settings},
@@ -230,7 +219,10 @@ def test_the_hosts_server_has_drafts(model_file, plain, address):
             return json.loads(response.read())["choices"][0]["text"]
 
     with sidecar(address), host_server(model_file, address) as url:
-        assert [[complete(prompt) for prompt in PROMPTS] for _ in range(2)] == [plain["sampled"]] * 2
-        (namespace,) = report(address)["namespaces"]
+        for _ in range(5):  # A sidecar that compiles its kernels is looked for again after some seconds.
+            assert [[complete(prompt) for prompt in PROMPTS] for _ in range(2)] == [plain["sampled"]] * 2
+            (namespace,) = report(address)["namespaces"]
+            if namespace["drafting"]["accepted"]:
+                break
         assert namespace["drafting"]["accepted"] > 0
         assert namespace["model"]["name"] == model_file.stem

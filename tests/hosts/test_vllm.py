@@ -11,6 +11,7 @@ cancelled requests, preemption, and sidecars that are killed.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,6 @@ from unittest import mock
 
 import pytest
 
-from tests.drafter_service.plugins.vllm import fake_vllm
 from tests.servers import served
 
 if importlib.util.find_spec("vllm") is None:
@@ -33,6 +33,7 @@ if importlib.util.find_spec("vllm") is None:
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "engine" / "models" / "assets" / "stdlib-7m"
+HEADS = FOLDER.parent / "stdlib-7m-heads"
 PROMPTS = 20
 MAX_TOKENS = 128
 STOP = ["\n\n", "self."]
@@ -52,11 +53,8 @@ def prompts():
     return [json.loads(line)["prompt"] for line in lines]
 
 
-@contextmanager
-def sidecar(address, max_draft=16):
-    """Run a sidecar; yield its process."""
-    with served("--listen", address, "--capacity", "200k", "--max-draft", str(max_draft)) as process:
-        yield process
+def sidecar(address):
+    return served("--listen", address, "--capacity", "200k", "--max-draft", "32")
 
 
 @contextmanager
@@ -64,13 +62,18 @@ def socket(**settings):
     """Set the address of a sidecar, and other settings of the plug-in; yield the address."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address = f"unix:{folder}/drafter.sock"
-        os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": address, "deadline_s": DEADLINE_S, **settings})
+        os.environ["SSD_PLUGIN"] = json.dumps(
+            {"sidecar": address, "drafting": "sidecar", "deadline_s": DEADLINE_S, **settings}
+        )
         yield address
 
 
 @contextmanager
-def engine(drafts=None, **options):
-    """Run an engine, with the plug-in if `drafts` is a number of draft tokens; yield it."""
+def engine(drafts=None, network="", **options):
+    """Run an engine, with the plug-in if `drafts` is a number of draft tokens; yield it.
+
+    network: vLLM's name of a kind of network, which drafts four tokens in each step.
+    """
     from vllm import LLM
 
     if drafts is not None:
@@ -79,6 +82,13 @@ def engine(drafts=None, **options):
             "method": "custom_class",
             "model": "drafter_service.plugins.vllm.NullProposer",
             "num_speculative_tokens": drafts,
+        }
+    if network:
+        options["async_scheduling"] = False
+        options["speculative_config"] |= {
+            "method": network,
+            "model": str(HEADS / network.replace("_", "-")),
+            "num_speculative_tokens_per_batch_size": [(1, 256, 4)],
         }
     options = {"max_model_len": 1024, **options}
     llm = LLM(str(FOLDER), dtype="float32", enforce_eager=True, disable_log_stats=False, **options)
@@ -166,39 +176,123 @@ def plain(folder):
     return run("plain_outputs", folder)
 
 
-def drafts(**settings):
-    with socket(**settings) as address, sidecar(address), engine(8) as llm:
+def drafts():
+    return drafts_of_length(8)
+
+
+def drafts_of_a_replica():
+    return drafts_of_length(32, drafting="replica")
+
+
+def drafts_of_length(longest, **settings):
+    """Run all prompts twice, then until a stop string, then with drafts of other tokens of the vocabulary alone."""
+    with socket(**settings) as address, sidecar(address), engine(longest) as llm:
+        from drafter_service.plugins.session import HostSession  # vLLM for CPUs must be imported before numba.
+
         outputs = [tokens(generate(llm, prompts())) for _ in range(2)]
-        counted = dict(vars(session_of(llm).counters))
-        host_counters = counters(llm)
+        counted, host_counted = dict(vars(session_of(llm).counters)), counters(llm)
+        stopped = [completion.text for completion in generate(llm, prompts(), stop=STOP)]
+        draft, before = HostSession.draft, [session_of(llm).counters.verified, drafted(llm)]
+
+        def draft_wrongly(session, *batch):
+            return [[(token + 1) % 4096 for token in tokens] for tokens in draft(session, *batch)]
+
+        with mock.patch.object(HostSession, "draft", draft_wrongly):
+            wrong = tokens(generate(llm, prompts()))
         return {
             "outputs": outputs,
             "counters": counted,
-            "host_counters": {name: value for name, value in host_counters.items() if name.startswith("spec_decode")},
-            "stopped": [completion.text for completion in generate(llm, prompts(), stop=STOP)],
+            "host_counters": {name: value for name, value in host_counted.items() if name.startswith("spec_decode")},
+            "stopped": stopped,
+            "wrong": wrong,
+            "verified": session_of(llm).counters.verified - before[0],
+            "host_drafted": drafted(llm) - before[1],
             "report": report(address),
         }
 
 
-def drafts_of_a_replica():
-    return drafts(drafting="replica")
+def drafted(llm):
+    return counters(llm)["spec_decode_num_draft_tokens"]
 
 
 @pytest.mark.parametrize("scenario", ["drafts", "drafts_of_a_replica"])
 def test_outputs_are_identical_and_both_sides_count_alike(plain, folder, scenario):
     result = run(scenario, folder)
-    assert result["outputs"] == [plain["outputs"]] * 2
+    assert [*result["outputs"], result["wrong"]] == [plain["outputs"]] * 3
     assert result["stopped"] == plain["stopped"]
+    assert 0 <= result["verified"] <= 0.05 * result["host_drafted"]
     counters, host = result["counters"], result["host_counters"]
+    assert host["spec_decode_num_accepted_tokens_per_pos"][-1] > 0
     assert counters["failures"] == 0
     assert result["log"] == []
     # vLLM also counts accepted tokens beyond max_tokens, which are not part of the output.
     assert counters["accepted"] <= host["spec_decode_num_accepted_tokens"]
-    assert counters["accepted"] > 0.7 * 2 * 20 * 128
+    # On a busy machine some answers of a sidecar are late.
+    assert counters["accepted"] > (0.4 if scenario == "drafts" else 0.7) * 2 * 20 * 128
     assert counters["verified"] <= host["spec_decode_num_draft_tokens"]
     (namespace,) = result["report"]["namespaces"]
     if scenario == "drafts":  # A replica sends its counts every ten seconds.
         assert namespace["drafting"]["accepted"] >= counters["accepted"]
+
+
+def network_and_sidecar():
+    return with_network("draft_model")
+
+
+def network_and_replica():
+    return with_network("eagle", drafting="replica")
+
+
+def with_network(network, **settings):
+    with socket(**settings) as address, sidecar(address), engine(16, network) as llm:
+        return drafts_of_both(llm)
+
+
+def drafts_of_both(llm):
+    outputs = [tokens(generate(llm, prompts(), at_once=at_once)) for at_once in (False, True)]
+    counted = counters(llm)
+    return {
+        "outputs": outputs,
+        "counters": dict(vars(session_of(llm).counters)),
+        "running": session_of(llm).running,
+        "accepted": counted["spec_decode_num_accepted_tokens"],
+        "by_position": counted["spec_decode_num_accepted_tokens_per_pos"],
+    }
+
+
+def network_that_fails():
+    """Run with drafts of a network that are too long, too short, outside of the vocabulary or missing, in turn."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    take, steps = GPUModelRunner.take_draft_token_ids, itertools.count()
+
+    def take_wrongly(runner):
+        taken = take(runner)
+        if taken is not None:
+            kind = next(steps) % 5
+            taken.draft_token_ids = [wrong_draft(draft, kind) for draft in taken.draft_token_ids]
+        return taken
+
+    os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": "embedded"})
+    with mock.patch.object(GPUModelRunner, "take_draft_token_ids", take_wrongly), engine(16, "eagle") as llm:
+        return drafts_of_both(llm)
+
+
+def wrong_draft(draft, kind):
+    return [draft, draft * 9, [], [*draft[:1], 4096, 1 << 40], [-1, *draft]][kind]
+
+
+@pytest.mark.parametrize("scenario", ["network_and_sidecar", "network_and_replica", "network_that_fails"])
+def test_drafts_of_a_network_and_of_the_corpus_change_no_output(plain, folder, scenario):
+    result = run(scenario, folder)
+    assert result["outputs"] == [plain["outputs"]] * 2
+    assert result["log"] == []
+    counters = result["counters"]
+    assert (counters["failures"], result["running"]) == (0, 0)
+    assert counters["accepted"] <= result["accepted"]
+    # More than the network alone, whose drafts have four tokens, could have in the second pass.
+    assert sum(result["by_position"][4:]) > 0.3 * 20 * 128
+    assert counters["accepted"] > 0.7 * 2 * 20 * 128
 
 
 def changed_weights():
@@ -288,50 +382,6 @@ def test_what_a_trainer_does_between_and_within_rollouts(folder):
     assert expected["asleep"]
 
 
-def long_drafts():
-    with socket() as address, sidecar(address, 32), engine(32) as llm:
-        outputs = [tokens(generate(llm, prompts())) for _ in range(2)]
-        per_position = counters(llm)["spec_decode_num_accepted_tokens_per_pos"]
-        return {"outputs": outputs, "accepted_at_last_position": per_position[31]}
-
-
-def test_drafts_of_32_tokens(plain, folder):
-    result = run("long_drafts", folder)
-    assert result["outputs"] == [plain["outputs"]] * 2
-    assert result["accepted_at_last_position"] > 0
-
-
-def wrong_drafts():
-    """Replace all drafts by other tokens of the vocabulary."""
-    # vLLM for CPUs fails to start if numba was imported before.
-    from drafter_service.plugins.session import HostSession
-
-    draft = HostSession.draft
-
-    def draft_wrongly(session, *batch):
-        return [[(token + 1) % 4096 for token in tokens] for tokens in draft(session, *batch)]
-
-    with (
-        socket() as address,
-        sidecar(address),
-        engine(8) as llm,
-        mock.patch.object(HostSession, "draft", draft_wrongly),
-    ):
-        outputs = tokens(generate(llm, prompts()))
-        return {
-            "outputs": [outputs],
-            "verified": session_of(llm).counters.verified,
-            "host_drafted": counters(llm)["spec_decode_num_draft_tokens"],
-        }
-
-
-def test_a_drafter_that_is_always_wrong_changes_nothing(plain, folder):
-    result = run("wrong_drafts", folder)
-    assert result["outputs"] == [plain["outputs"]]
-    assert result["host_drafted"] > 0
-    assert result["verified"] <= 0.05 * result["host_drafted"]
-
-
 def says_lost_and_resumed(log):
     """Return whether each loss was logged once, and its end once. On a slow machine there may be several."""
     pairs = list(zip(log[::2], log[1::2], strict=True))
@@ -353,40 +403,9 @@ def test_a_sidecar_may_be_started_later(plain, folder):
     result = run("no_sidecar", folder)
     assert result["outputs"] == [plain["outputs"][:5]] * 3
     assert result["counters"]["accepted"] > 0
-    assert says_lost_and_resumed(result["log"])
-
-
-def no_speculation():
-    """Run with the plug-in's scheduler, and without a speculative configuration."""
-    options = {"scheduler_cls": "drafter_service.plugins.vllm.Scheduler", "async_scheduling": False}
-    with socket(), engine(**options) as llm:
-        return {"outputs": [tokens(generate(llm, prompts()[:5]))]}
-
-
-def test_a_missing_speculative_configuration_costs_drafts_only(plain, folder):
-    result = run("no_speculation", folder)
-    assert result["outputs"] == [plain["outputs"][:5]]
-    (line,) = result["log"]
-    assert "there is no speculative decoding; start vLLM with --scheduler-cls" in line
-
-
-def other_tokenizer():
-    """Run with a namespace that a client with another tokenizer uses."""
-    from drafter_service.client import DrafterClient
-    from drafter_service.observability.facts import ModelIdentity
-
-    with socket() as address, sidecar(address):
-        os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": address, "namespace": "shared"})
-        model = ModelIdentity("other", "another tokenizer", "", 4096)
-        with DrafterClient(address, model=model, namespace="shared"), engine(8) as llm:
-            return {"outputs": [tokens(generate(llm, prompts()[:5])) for _ in range(2)]}
-
-
-def test_another_tokenizer_costs_drafts_only(plain, folder):
-    result = run("other_tokenizer", folder)
-    assert result["outputs"] == [plain["outputs"][:5]] * 2
-    (line,) = result["log"]
-    assert "another tokenizer" in line
+    absent, *lines = result["log"]
+    assert "no drafter answers at" in absent
+    assert says_lost_and_resumed(lines)
 
 
 def test_the_example_accepts_drafts(socket_address):
@@ -398,10 +417,6 @@ def test_the_example_accepts_drafts(socket_address):
     accepted = [int(number) for number in re.findall(r"pass \d: (\d+) of", done.stdout)]
     assert len(accepted) == 3
     assert sum(accepted) > 50
-
-
-def test_the_fake_has_the_signatures_and_names_of_vllm():
-    fake_vllm.compare_with_host()
 
 
 if __name__ == "__main__":

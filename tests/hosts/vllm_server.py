@@ -73,11 +73,15 @@ class VllmServer:
 
 
 @contextmanager
-def vllm_server(folder: Path, *flags: str, sidecar: str = "", **environment: str):
-    """Start a server whose log is in a folder; yield it before it is ready. sidecar: its address; "": no drafts."""
+def vllm_server(folder: Path, *flags: str, sidecar: str = "", drafting: str = "sidecar", **environment: str):
+    """Start a server whose log is in a folder; yield it before it is ready.
+
+    sidecar: its address; "": no drafts. drafting: a setting of the plug-in.
+    """
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), "--model", str(MODEL)]
-    settings = {"SSD_PLUGIN": json.dumps({"sidecar": sidecar, "deadline_s": DEADLINE_S})} if sidecar else {}
+    plugin = {"sidecar": sidecar, "drafting": drafting, "deadline_s": DEADLINE_S}
+    settings = {"SSD_PLUGIN": json.dumps(plugin)} if sidecar else {}
     log = folder / f"vllm-{port}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -90,6 +94,9 @@ def vllm_server(folder: Path, *flags: str, sidecar: str = "", **environment: str
         )
     try:
         yield VllmServer(process, port, log)
+    except Exception as problem:
+        problem.add_note(f"{log}, state {process.poll()}:\n{log.read_text()[-5000:]}")
+        raise
     finally:
         process.terminate()
         try:

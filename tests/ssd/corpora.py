@@ -46,11 +46,6 @@ def fill(corpus: Corpus, requests: list[np.ndarray], name: str | None = None) ->
         corpus.refresh()
 
 
-def no_memory(*_: object) -> None:
-    """Fail, in place of a function that allocates memory."""
-    raise MemoryError
-
-
 def settle(corpus: Corpus) -> None:
     """Finish the merge in progress."""
     while corpus.is_merging:
@@ -74,7 +69,7 @@ def assert_whole(corpus: Corpus, readable: int = DEPTH) -> None:
     Positions whose keys reach into removed text are missing. readable: the first position of a corpus from which no
     text was removed that must be there; those of a snapshot may lack the first ones.
     """
-    state, (tiers, _, ring) = corpus.state(), corpus.view.arrays
+    state, (tiers, ring, *_) = corpus.state(), corpus.view.arrays
     slots, oldest, head = state.ring.capacity, int(ring[1]), int(ring[2])
     padded = np.concatenate((state.ring.slots[-PAD:], state.ring.slots))
     positions = np.arange(oldest, head)

@@ -109,9 +109,13 @@ class History:
         runs = {number: self.produce(number, turn) for number, turn in chosen.items()}
         progress = progress_of({number: tokens for number, (tokens, _) in runs.items()}, int(self.rng.integers(9)))
         verified = array([count for _, count in runs.values()])
+        expected = {
+            number: self.drafter.running.accepted(number, array(tokens), count)
+            for number, (tokens, count) in runs.items()
+        }
         drafts = self.drafter.draft(replace(progress, verified=verified))
         for number, turn in chosen.items():
-            self.commit(turn, *runs[number])
+            assert self.commit(turn, *runs[number]) == expected[number]
         for index, turn in enumerate(chosen.values()):
             turn.draft = drafts.tokens_of(index).tolist(), drafts.parents_of(index).tolist()
             assert {*turn.draft[0]} <= {*turn.text} | self.visible
@@ -124,6 +128,7 @@ class History:
         return followed + self.tokens(number), int(self.rng.integers(len(turn.draft[0]) + 1))
 
     def commit(self, turn, tokens, verified):
+        """Add tokens of the target to a request; return how many of them are a path of the verified draft."""
         children = {pair: node for node, pair in enumerate(zip(*(part[:verified] for part in turn.draft), strict=True))}
         node, accepted = ROOT, 0
         for token in tokens:
@@ -134,6 +139,7 @@ class History:
         turn.text += tokens
         if turn.learn:
             self.visible |= {*turn.text[turn.given :]}
+        return accepted
 
     def check_totals(self):
         stats = self.drafter.stats

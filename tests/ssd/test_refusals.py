@@ -62,9 +62,13 @@ OTHERS = [
         for word, tokens in [
             ("4,294,967,294", array([SEPARATOR])),
             ("1-D uint32 array, not a list", [5]),
-            *(("1-D uint32 array", each) for each in (np.array([1, -1]), np.array([1.0]), array([[1]]))),
+            *(
+                ("1-D uint32 array", each)
+                for each in (np.array([1, -1]), np.array([1.0]), array([[1]]), array([1]).astype(">u4"))
+            ),
         ]
     ),
+    ("1-D uint32 array", lambda drafter: drafter.start(3, None)),
     ("sequence 8 was not started", lambda drafter: drafter.finish(8, array([]))),
     (
         "was offered 4 tokens; it cannot have verified 5",

@@ -135,17 +135,19 @@ def test_the_time_of_a_step_is_that_of_its_tokens_with_padding(lengths, expected
     assert (int(counts.steps.sum()), counts.seconds) == (3, pytest.approx(expected))
 
 
-def test_calls_are_measured_by_the_given_clock():
+@pytest.mark.parametrize(("make", "refreshes"), [(WrongDrafter, 0), (lambda: ClassicDrafter(corpus=Corpus(5000)), 6)])
+def test_calls_are_measured_by_the_given_clock(make, refreshes):
     ticks, seconds = itertools.count(), []
     counts = replay(
         recording_of([([], [1, 2, 3])] * 2),
-        WrongDrafter(),
+        make(),
         clock=ticks.__next__,
+        max_draft=0,
         observe=lambda step: seconds.append(step.draft_s),
     )
     assert seconds == [1] * 6
     assert counts.draft_s == 6
-    assert counts.other_s == 6 + 2 + 2, "refreshing, starting and finishing"
+    assert counts.other_s == refreshes + 2 + 2, "refreshing, starting and finishing"
 
 
 def arrivals_of(recording):

@@ -13,13 +13,6 @@ from tests.replay import progress_of
 from tests.strategies import array
 
 
-@pytest.mark.parametrize(
-    "committed", [{}, {1: []}, {1: [5]}, {1: [], 2: [5, 6], 3: [7]}, {number: [1] for number in range(64)}]
-)
-def test_consistent_arrays_are_accepted(committed):
-    progress_of(committed, limit=4).check_arrays()
-
-
 def test_read_only_slices_are_accepted():
     progress = progress_of({1: [5], 2: [6]}, limit=4)
     for name in ("tokens", "offsets", "verified", "max_draft"):

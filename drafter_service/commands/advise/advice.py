@@ -10,8 +10,8 @@ import numpy as np
 
 from drafter_service.commands.advise import arctic
 from drafter_service.commands.advise.reading import LogFacts
-from drafter_service.commands.advise.trials import Origins, Outcome, Trial, concurrency_of, host_ms, needed_capacity
-from drafter_service.observability.report import units
+from drafter_service.commands.advise.trials import Origin, Outcome, Trial, concurrency_of, host_ms, needed_capacity
+from drafter_service.observability.pages import units
 from ssd.budget.cost_profile import CostProfile
 from ssd.config import DrafterConfig, DraftShape
 from ssd.replay import Counts, Recording
@@ -120,7 +120,6 @@ def advise(
 ) -> Advice:
     """Return the advice; samples, whole: outcomes of `plan_samples` and `plan_whole`."""
     best = replace(whole, trial=replace(whole.trial, concurrency=concurrency_of(recording, given)))
-    assert whole.origins is not None
     kept = _kept(whole.origins)
     paths = _paths(samples)
     padded, shorter = best_padded(paths), [one for one in paths if one.trial.max_draft < MAX_DRAFTS[-1]]
@@ -214,16 +213,16 @@ def _size_groups(counts: Counts) -> list[Group]:
     return groups
 
 
-def _kept(origins: Origins) -> list[tuple[int, float]]:
+def _kept(origins: Sequence[Origin]) -> list[tuple[int, float]]:
     """Return which share of the accepted tokens with a source in the corpus has one that is at most this old."""
-    ages, accepted = np.array(origins.ages, np.int64), np.array(origins.accepted, np.int64)
-    known = ages >= 0
-    total = int(accepted[known].sum())
-    if not total:
-        return []
-    shares = [(age, float(accepted[known & (ages <= age)].sum() / total)) for age in AGES]
-    end = next(index for index, (_, share) in enumerate(shares) if share >= 1)
-    return shares[: end + 1]
+    known = [each for each in origins if each.age >= 0]
+    total = sum(each.accepted for each in known)
+    shares: list[tuple[int, float]] = []
+    for most in AGES:
+        if not total or (shares and shares[-1][1] >= 1):
+            break
+        shares.append((most, sum(each.accepted for each in known if each.age <= most) / total))
+    return shares
 
 
 def _capacity(kept: Sequence[tuple[int, float]]) -> int:
@@ -241,12 +240,11 @@ def _tokens_per_hour(recording: Recording) -> float | None:
     return None if seconds <= 0 else recording.output_tokens / seconds * 3600
 
 
-def _share_from_other_owners(origins: Origins, owners: np.ndarray) -> float | None:
+def _share_from_other_owners(origins: Sequence[Origin], owners: np.ndarray) -> float | None:
     """Return the share of the traced accepted tokens that came from a request of another known owner."""
-    requests, sources = np.array(origins.requests, np.int64), np.array(origins.sources, np.int64)
-    accepted = np.array(origins.accepted, np.int64)
-    if not len(requests) or (owners < 0).all():
+    if not origins or (owners < 0).all():
         return None
+    accepted, _, requests, sources = np.array(origins, np.int64).T
     mine, theirs = owners[requests], owners[sources]
     is_foreign = (sources >= 0) & (mine >= 0) & (theirs >= 0) & (mine != theirs)
     return float(accepted[is_foreign].sum() / accepted.sum())

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import click
+from annotated_types import Interval
 
 from drafter_service.commands.output import OWNER_ONLY, check_writable, write
 from drafter_service.commands.sources import Excerpts, SourceFlags, preview, source_options
 from drafter_service.observability.process import own_version
 from drafter_service.settings.flags import File as FilePath
-from drafter_service.settings.flags import Flag, FlagCommand, Interval, takes
+from drafter_service.settings.flags import Flag, FlagCommand, takes
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 class AdviseFlags:
     """How the log is replayed, and what is written."""
 
-    concurrency: Annotated[int | None, Interval(1, 1024)] = None
+    concurrency: Annotated[int | None, Interval(ge=1, le=1024)] = None
     """Requests that run at once.  [default: by the log's start and end times, otherwise 1]"""
     cost_profile: Annotated[Path | None, Flag(kind=click.Path(path_type=Path, exists=True, dir_okay=False))] = None
     """Durations of the target's steps, measured with `ssd-engine profile`."""
@@ -54,7 +55,6 @@ def advise(given: SourceFlags, more_sources: tuple[str, ...], options: AdviseFla
 
     Nothing leaves this machine. Prints a verdict and a comparison of settings.
     """
-    import signal
     import tempfile
 
     from ssd.budget.cost_profile import CostProfile
@@ -70,16 +70,12 @@ def advise(given: SourceFlags, more_sources: tuple[str, ...], options: AdviseFla
     if given.dry_run:
         preview(files, reading, quiet=given.quiet)
         return
-    # SIGTERM ends the command as Ctrl-C does: otherwise Python warns that semaphores of the processes are left.
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         # A file without a name: its text is gone with the process, however that ends.
         with tempfile.TemporaryFile() as tokens:
             advice, recording, facts = _analyze(files, reading, tokens, profile, options.concurrency, quiet=given.quiet)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     _show(advice)
     estimated = {"gpu": gpu or "h100", "model_size": options.model_size}
     toml = _settings_file(advice, {"cost_profile": str(cost_profile.resolve())} if cost_profile else estimated)
@@ -97,7 +93,7 @@ def _analyze(
 
     from drafter_service.commands.advise.advice import advise as advice_of
     from drafter_service.commands.advise.advice import plan_samples, plan_whole
-    from drafter_service.commands.advise.trials import run_trials, size_of
+    from drafter_service.commands.advise.trials import run_trial, size_of
 
     columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -105,7 +101,7 @@ def _analyze(
 
         def run(what: str, trials: list[Trial]) -> list[Outcome]:
             task = progress.add_task(what, total=size_of(recording, trials))
-            return run_trials(recording, tokens, profile, trials, lambda count: progress.advance(task, count))
+            return [run_trial(recording, profile, each, lambda count: progress.advance(task, count)) for each in trials]
 
         samples = run("comparing settings", plan_samples(recording, profile, concurrency))
         [whole] = run("replaying the log", [plan_whole(recording, concurrency, samples)])

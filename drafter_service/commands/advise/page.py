@@ -8,9 +8,9 @@ from html import escape
 from drafter_service.commands.advise.advice import Advice
 from drafter_service.commands.advise.trials import Outcome
 from drafter_service.observability.pages import page as pages
+from drafter_service.observability.pages import units
+from drafter_service.observability.pages.charts import Chart, Panel, render_panel
 from drafter_service.observability.pages.tables import Cell, Value
-from drafter_service.observability.report import units
-from drafter_service.observability.report.charts import Chart, Panel, render_panel
 
 COLORS = {
     "ssd path": "green",
@@ -65,7 +65,7 @@ def panels_of(advice: Advice) -> list[Panel]:
             f"From an empty corpus, over {units.count(most)} output tokens; each point is the part before it.",
             ("output tokens seen", "tokens per step of each part"),
             grown,
-            [Chart("rows", "tokens per step", {1: "green"}, area=1, reference=NO_DRAFTS)],
+            Chart("rows", "tokens per step", {1: "green"}, area=1, reference=NO_DRAFTS),
         ),
         Panel(
             "Capacity, and how long text stays useful",
@@ -74,7 +74,7 @@ def panels_of(advice: Advice) -> list[Panel]:
             else "No accepted token came from an earlier request.",
             ("tokens remembered", "accepted tokens kept", "time to fill"),
             kept,
-            [Chart("rows", "accepted tokens kept", {1: "violet"})] if kept else (),
+            Chart("rows", "accepted tokens kept", {1: "violet"}) if kept else None,
         ),
         Panel("Settings compared", f"On {sample_of(advice)}.", HEADS, rows_of(advice), is_wide=True),
         Panel(
@@ -99,7 +99,7 @@ def _by_concurrency(advice: Advice) -> Panel:
     colors = {column: COLORS[name] for column, name in enumerate(found, start=1)}
     note = f"Predicted from the cost profile and the acceptance on {sample_of(advice)}."
     chart = Chart("rows", "speed-up", colors, reference=NO_DRAFTS)
-    return Panel("Speed-up by concurrency", note, ("requests at once", *found), rows, [chart])
+    return Panel("Speed-up by concurrency", note, ("requests at once", *found), rows, chart)
 
 
 def _times(value: float | None) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
@@ -27,15 +27,6 @@ FORMATS = (
 """Formats that a user with an unreadable log is advised to write."""
 
 
-class Named(NamedTuple):
-    """A request of the log as token ids."""
-
-    name: str
-    prompt: np.ndarray
-    output: np.ndarray
-    origin: Origin
-
-
 @dataclass
 class LogFacts:
     """Contents of a log, and anything unusual about it."""
@@ -49,77 +40,48 @@ class LogFacts:
     """Requests whose id an earlier request has."""
 
 
-class RecordingWriter:
-    """Collects requests."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        """file: an empty file to write tokens to, which must be open while the requests are in use."""
-        self._file = file
-        # Two numbers per request each: tokens of prompt and output, times of both ends, numbers of user and session.
-        self._lengths, self._times, self._codes = array("q"), array("d"), array("q")
-        self._users: dict[str, int] = {}
-        self._sessions: dict[str, int] = {}
-        self._names: set[int] = set()
-        self.facts = LogFacts()
-
-    def __len__(self) -> int:
-        return len(self._lengths) // 2
-
-    def add(self, request: Named) -> None:
-        """Append a request."""
-        self._file.write(request.prompt.tobytes())
-        self._file.write(request.output.tobytes())
-        self._lengths.extend((len(request.prompt), len(request.output)))
-        began, ended, user, session = request.origin
-        if self._times and began is not None and began < self._times[-2]:
-            self.facts.backwards += 1
-        self._times.extend((math.nan if began is None else began, math.nan if ended is None else ended))
-        self._codes.extend((_code(self._users, user), _code(self._sessions, session)))
-        key = hash(request.name)
-        self.facts.repeated_names += key in self._names
-        self._names.add(key)
-
-    def finish(self) -> Recording:
-        """Return all requests."""
-        self._file.flush()
-        lengths = np.array(self._lengths, np.int64).reshape(-1, 2)
-        times = np.array(self._times, np.float64).reshape(-1, 2)
-        codes = np.array(self._codes, np.int64).reshape(-1, 2)
-        tokens = np.memmap(self._file, np.uint32, "r") if lengths.any() else np.empty(0, np.uint32)
-        (prompts, outputs), (began_s, ended_s), (users, sessions) = lengths.T, times.T, codes.T
-        return Recording.from_arrays(
-            tokens, prompts, outputs, began_s=began_s, ended_s=ended_s, users=users, sessions=sessions
-        )
-
-
-def _code(codes: dict[str, int], name: str | None) -> int:
-    return -1 if name is None else codes.setdefault(name, len(codes))
-
-
 def read_requests(
     files: Sequence[File], reading: Reading, file: BinaryIO, watch: Callable[[LoadProgress], None]
 ) -> tuple[Recording, LogFacts]:
-    """Read the requests of all files; file: see `RecordingWriter`. `watch` is called after each batch.
+    """Read the requests of all files. `watch` is called after each batch.
 
-    Raises UserError if there are none.
+    file: an empty file to write tokens to, which must be open while the recording is in use. Raises UserError if there
+    are no requests.
     """
-    writer = RecordingWriter(file)
-    writer.facts.files, writer.facts.faults = reading.kinds, reading.faults
-    tokens = 0
-    with closing(read_all(files, reading, _named)) as batches:
+    facts = LogFacts(reading.kinds, reading.faults)
+    # Two numbers per request each: tokens of prompt and output, times of both ends, numbers of user and session.
+    lengths, times, owners = array("q"), array("d"), array("q")
+    users, sessions, names, tokens = dict[str, int](), dict[str, int](), set[int](), 0
+    with closing(read_all(files, reading, _texts)) as batches:
         for bytes_read, requests in batches:
-            for request in requests:
-                writer.add(request)
-                tokens += len(request.prompt) + len(request.output)
-            watch(LoadProgress(bytes_read, len(writer), tokens))
-    if not len(writer):
+            for name, prompt, output, (began, ended, user, session) in requests:
+                file.write(prompt.tobytes() + output.tobytes())
+                facts.backwards += bool(times) and began is not None and began < times[-2]
+                facts.repeated_names += hash(name) in names
+                names.add(hash(name))
+                lengths.extend((len(prompt), len(output)))
+                tokens += len(prompt) + len(output)
+                times.extend((math.nan if began is None else began, math.nan if ended is None else ended))
+                owners.extend((_number(users, user), _number(sessions, session)))
+            watch(LoadProgress(bytes_read, len(lengths) // 2, tokens))
+    if not lengths:
         check_readable(reading, 1)
         reasons = reading.faults.summary
         raise UserError(f"no request with an output in the log{f': {reasons}' if reasons else ''}; it may be {FORMATS}")
-    return writer.finish(), writer.facts
+    file.flush()
+    text = np.memmap(file, np.uint32, "r") if tokens else np.empty(0, np.uint32)
+    (prompts, outputs), (user_of, session_of) = (np.array(each).reshape(-1, 2).T for each in (lengths, owners))
+    began_s, ended_s = np.array(times).reshape(-1, 2).T
+    recording = Recording.from_arrays(
+        text, prompts, outputs, began_s=began_s, ended_s=ended_s, users=user_of, sessions=session_of
+    )
+    return recording, facts
 
 
-def _named(items: Sequence[Item], reading: Reading) -> list[Named]:
-    return [
-        Named(item.name, prompt, output, item.origin or Origin()) for item, prompt, output in tokenize(items, reading)
-    ]
+def _number(numbers: dict[str, int], name: str | None) -> int:
+    return -1 if name is None else numbers.setdefault(name, len(numbers))
+
+
+def _texts(items: Sequence[Item], reading: Reading) -> list[tuple[str, np.ndarray, np.ndarray, Origin]]:
+    """Return name, prompt, output and origin of requests, as token ids."""
+    return [(item.name, prompt, output, item.origin or Origin()) for item, prompt, output in tokenize(items, reading)]

@@ -1,20 +1,13 @@
-"""The replays that advice is based on, run in several processes."""
+"""The replays that advice is based on."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate, takewhile
-from multiprocessing.reduction import DupFd
-from typing import Any, BinaryIO
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,11 +19,9 @@ from ssd.budget.curve import PaddingOf, StepCurve, usual_knots
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
-from ssd.corpus.processors import usable_processors
 from ssd.corpus.ring import MIN_CAPACITY
 from ssd.corpus.search import longest_match
 from ssd.drafter import SuffixDrafter
-from ssd.errors import UserError
 from ssd.replay import Counts, Recording, Step, replay
 from ssd.types import Drafter, Source
 
@@ -40,17 +31,16 @@ CONTEXT = 32
 """Tokens up to the last accepted one that are searched for."""
 
 
-@dataclass
-class Origins:
-    """Origins of traced drafts, as parallel lists. Drafts from requests that were still running are left out."""
+class Origin(NamedTuple):
+    """Origin of a traced draft."""
 
-    accepted: list[int] = field(default_factory=list)
+    accepted: int
     """Number of accepted tokens."""
-    ages: list[int] = field(default_factory=list)
+    age: int
     """Tokens that were remembered after the newest occurrence that was found; -1 if the text is not from the corpus."""
-    requests: list[int] = field(default_factory=list)
+    request: int
     """The request that was drafted for."""
-    sources: list[int] = field(default_factory=list)
+    source: int
     """The request whose text it was; -1 if the text is not from the corpus."""
 
 
@@ -58,7 +48,8 @@ class Tracer:
     """Traces accepted drafts to the requests in the corpus that contain them."""
 
     def __init__(self, recording: Recording, corpus: Corpus) -> None:
-        self.origins = Origins()
+        self.origins: list[Origin] = []
+        """Origins of one in `EVERY` accepted drafts, without those from requests that were still running."""
         self._recording = recording
         self._corpus = corpus
         self._ends: list[int] = []
@@ -100,28 +91,19 @@ class Tracer:
             source = self._request_at(self._corpus.indexed - age) if age >= 0 else -1
             if source < 0:  # Its user is unknown, but it is not the request's own text either.
                 return
-        origins = self.origins
-        for column, value in (
-            (origins.accepted, accepted),
-            (origins.ages, age),
-            (origins.requests, request),
-            (origins.sources, source),
-        ):
-            column.append(value)
+        self.origins.append(Origin(accepted, age, request, source))
 
     def _request_at(self, position: int) -> int:
         place = bisect_right(self._ends, position)
         return self._finished[place] if place < len(self._ends) else -1
 
 
-# --- Origins of accepted drafts
+# --- Durations
 
 PAGE_SIZE = 16
 """Tokens that a prefix cache keeps or drops together, as in vLLM."""
 SAMPLE_TOKENS = 100_000
 """Output tokens of a trial that compares settings; only the last trial replays the whole log."""
-INLINE_TOKENS = 500_000
-"""Logs up to this size are replayed in this process, because starting others takes longer."""
 HOST_MS, HOST_MS_PER_SEQUENCE = 1.4, 0.057
 """Time for which the device waits for the host in a step with drafts: to read results, draft, schedule and launch.
 Without drafts the host works while the device does. Fitted to serving on an H200 (docs/operations.md)."""
@@ -153,8 +135,8 @@ class Outcome:
     counts: Counts
     speedup: float
     """Time of a service without drafts, divided by that with these drafts."""
-    origins: Origins | None = None
-    """Of the accepted drafts, if the whole log was replayed."""
+    origins: Sequence[Origin] = ()
+    """Origins of accepted drafts; empty unless the whole log was replayed."""
 
     @property
     def output_tokens(self) -> int:
@@ -190,7 +172,7 @@ def run_trial(recording: Recording, profile: CostProfile, trial: Trial, watch: C
     prompts = uncached_prompt_tokens(recording) * profile.prompt_token_ms / 1e3
     plain = recording.output_tokens * float(StepCurve.from_profile(profile).seconds(load, load)) / load
     speedup = (plain + prompts) / (counts.seconds + counts.draft_s + prompts)
-    return Outcome(trial, counts, speedup, None if tracer is None else tracer.origins)
+    return Outcome(trial, counts, speedup, () if tracer is None else tracer.origins)
 
 
 def uncached_prompt_tokens(recording: Recording) -> int:
@@ -267,73 +249,3 @@ def size_of(recording: Recording, trials: Sequence[Trial]) -> int:
     whole = recording.output_tokens
     sample = min(whole, SAMPLE_TOKENS)
     return sum(whole if trial.is_whole else sample for trial in trials)
-
-
-class InheritedFile:
-    """An open file that processes which are being spawned inherit, since it has no name."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def __reduce__(self) -> tuple[Callable[[Any], InheritedFile], tuple[object]]:
-        return _inherited, (DupFd(self.descriptor),)
-
-
-def _inherited(descriptor: Any) -> InheritedFile:
-    return InheritedFile(descriptor.detach())
-
-
-def run_trials(
-    recording: Recording, tokens: BinaryIO, profile: CostProfile, trials: Sequence[Trial], watch: Callable[[int], None]
-) -> list[Outcome]:
-    """Run trials, as many at a time as there are cores; tokens: the file with the tokens of the recording.
-
-    Raises UserError if the system ends one of the processes.
-    """
-    workers = min(len(trials), len(usable_processors()))
-    if workers == 1 or size_of(recording, trials) <= INLINE_TOKENS:
-        return [run_trial(recording, profile, trial, watch) for trial in trials]
-    context = multiprocessing.get_context("spawn")
-    without_tokens = replace(recording, tokens=np.empty(0, np.uint32))
-    file = InheritedFile(tokens.fileno())
-    with ProcessPoolExecutor(workers, context, _begin_process, (file,)) as pool:
-        futures = {pool.submit(_run, without_tokens, profile, trial): trial for trial in trials}
-        try:
-            for future in as_completed(futures):
-                future.result()
-                watch(size_of(recording, [futures[future]]))
-            return [future.result() for future in futures]
-        except BrokenProcessPool:
-            raise UserError("the system ended a replay, perhaps for lack of memory; give a part of the log") from None
-        except KeyboardInterrupt:
-            for process in multiprocessing.active_children():
-                process.terminate()  # It would finish its trial first.
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-# In a process of the pool.
-
-_tokens: np.ndarray
-
-
-def _begin_process(file: InheritedFile) -> None:
-    """Map the tokens that the trials of this process share, and end it with Ctrl-C or with its parent."""
-    global _tokens
-    with os.fdopen(file.descriptor, "rb") as tokens:
-        _tokens = np.memmap(tokens, np.uint32, "r")
-    # With Python's own handler the process would go on with the next trial.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, name="ssd-parent", daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _run(recording: Recording, profile: CostProfile, trial: Trial) -> Outcome:
-    return run_trial(replace(recording, tokens=_tokens), profile, trial, lambda _: None)

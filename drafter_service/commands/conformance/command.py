@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import click
+from annotated_types import Interval
 
 from drafter_service.commands.link import AccessFiles, Link
-from drafter_service.settings.flags import Flag, FlagCommand, Interval, takes
+from drafter_service.settings.flags import Flag, FlagCommand, takes
 from ssd.errors import UserError
 
 
@@ -21,7 +22,7 @@ class ConformanceFlags:
     """Pretend to be the service at this address, and check an engine."""
     connect: Annotated[str | None, Flag(metavar="ADDRESS")] = None
     """Check the service at this address."""
-    idle: Annotated[float, Interval(0, is_open=True), Flag(metavar="SECONDS")] = 60.0
+    idle: Annotated[float, Interval(gt=0), Flag(metavar="SECONDS")] = 60.0
     """End --listen after this time without a request."""
     overlapped: bool = False
     """The engine requests drafts while a step is in flight (--listen)."""
@@ -53,7 +54,8 @@ def conformance(options: ConformanceFlags, access: AccessFiles) -> None:
 def _check_engine(listen: str, idle_s: float, *, is_overlapped: bool) -> Any:
     import asyncio
 
-    from drafter_service.commands.conformance.engine_side import RUN_AGAIN, EngineChecker, run_engine_checks
+    from drafter_service.commands.conformance.engine_side import RUN_AGAIN, EngineChecker
+    from drafter_service.commands.conformance.simulated_service import run_engine_checks
     from drafter_service.transport.address import Address
 
     def announce(address: str) -> None:

@@ -5,46 +5,41 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 
 import grpc
 import numpy as np
 
 from drafter_service.auth.connector import Connector
+from drafter_service.client.streams import StreamError
 from drafter_service.commands.conformance.checks import Check, Checks
+from drafter_service.commands.conformance.simulated_engine import (
+    Call,
+    RawStream,
+    SocketCall,
+    finish,
+    grpc_call,
+    packed,
+    start,
+)
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from drafter_service.transport.address import system_error
-from drafter_service.transport.wire import (
-    DRAFT_METHOD,
-    HEADER,
-    MAGIC,
-    PROTOCOL,
-    STATUS,
-    WireError,
-    batch_message,
-    framed,
-    pack,
-    read_drafts,
-    read_header,
-    unpack,
-)
+from drafter_service.transport.wire import PROTOCOL, WireError, batch_message, pack, read_drafts, unpack
 from ssd.errors import UserError
 from ssd.types import Progress, StepTime
 
-TIMEOUT_S = 20.0
-"""Maximum wait for a response."""
 CONNECT_TIMEOUT_S = 3.0
 LEARNING_TIMEOUT_S = 10.0
 """Maximum time until learned text is drafted."""
 POLL_S = 0.02
 NO_ACCESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """Codes of a handshake that say nothing about the protocol."""
+ACCESS = "gRPC, welcome"
+"""Name of the first check. Without access to the service it fails with a code of `NO_ACCESS`."""
 NO_LIMIT = (1 << 32) - 1
 GARBAGE = b"\xff\xff\xff"
 PERIOD = (1, 2, 3, 4) * 8
@@ -55,96 +50,6 @@ IMPOSSIBLE = [
     StepTime(1, 9, 1.0),
 ]
 """Durations that a service must ignore."""
-
-
-# --- Streams
-
-
-class StreamEndedError(Exception):
-    """The service has ended the stream."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(f"the stream ended with {code.name}: {message}")
-        self.code = code
-        self.message = message
-
-
-class RawGrpcStream:
-    """A Draft stream over a gRPC channel that sends any bytes, and waits for each response."""
-
-    def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
-        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
-        method = channel.stream_stream(DRAFT_METHOD, response_deserializer=pb.DraftResponse.FromString)
-        self._call = method(iter(self._requests.get, None), metadata=metadata, timeout=TIMEOUT_S)
-
-    def send(self, data: bytes) -> None:
-        """Send a request."""
-        self._requests.put(data)
-
-    def receive(self) -> pb.DraftResponse:
-        """Return the next response. Raises StreamEndedError, with the code OK after a normal end."""
-        try:
-            response: pb.DraftResponse = next(self._call)
-        except StopIteration:
-            raise StreamEndedError(grpc.StatusCode.OK, "") from None
-        except grpc.RpcError as failure:
-            raise StreamEndedError(failure.code(), str(failure.details())) from None
-        return response
-
-    def end(self) -> None:
-        """Send the end of the requests."""
-        self._requests.put(None)
-
-    def close(self) -> None:
-        """Release the connection."""
-        self._requests.put(None)
-        self._call.cancel()
-
-
-class RawSocketStream:
-    """The same over a step socket."""
-
-    def __init__(self, connection: socket.socket, authorization: str) -> None:
-        self._socket = connection
-        connection.settimeout(TIMEOUT_S)
-        connection.sendall(MAGIC + framed(authorization.encode()))
-
-    def send(self, data: bytes) -> None:
-        """Send a request."""
-        with contextlib.suppress(OSError):  # The reason is in the last frame, which `receive` reads.
-            self._socket.sendall(framed(data))
-
-    def receive(self) -> pb.DraftResponse:
-        """Return the next response. Raises StreamEndedError, with the code OK after a normal end."""
-        size, is_last = read_header(self._read(HEADER.size))
-        data = self._read(size)
-        if is_last:
-            error = pb.Error.FromString(data)
-            raise StreamEndedError(STATUS.get(error.code, grpc.StatusCode.UNKNOWN), error.message)
-        return pb.DraftResponse.FromString(data)
-
-    def end(self) -> None:
-        """Send the end of the requests."""
-        self._socket.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Release the connection."""
-        self._socket.close()
-
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            try:
-                more = self._socket.recv(size - len(data))
-            except OSError as problem:
-                raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, str(problem)) from None
-            if not more:
-                raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the connection closed without a last frame")
-            data += more
-        return data
-
-
-RawStream = RawGrpcStream | RawSocketStream
 
 
 # --- Rules
@@ -190,29 +95,23 @@ class TestedStream:
         require(response.HasField("error"), f"{what} is answered without an error")
         require(bool(response.error.message and response.error.code), f"the error for {what} has no code or no message")
 
-    def text(self, *tokens: int) -> np.ndarray:
+    def text(self, tokens: Iterable[int]) -> np.ndarray:
         """Return tokens of this stream, uint32."""
-        return np.array(tokens, np.uint32) + np.uint32(self.first_token)
+        return np.fromiter(tokens, np.uint32) + np.uint32(self.first_token)
 
-    def start(self, sequence_id: int, *tokens: int, learn: bool = False, hints: tuple[int, ...] = ()) -> pb.Start:
+    def start(self, sequence_id: int, *tokens: int, learn: bool = False, hints: Sequence[int] = ()) -> pb.Start:
         """Return the start of a sequence."""
-        prompt, hinted = pack(self.text(*tokens), "u4"), pack(self.text(*hints), "u4")
-        return pb.Start(sequence_id=sequence_id, prompt=prompt, hints=hinted, learn=learn)
+        return start(sequence_id, self.text(tokens), learn=learn, hints=packed(self.text(hints)))
 
     def finish(self, sequence_id: int, *tokens: int, learn: bool = False) -> pb.Finish:
         """Return the finish of a sequence."""
-        return pb.Finish(sequence_id=sequence_id, tokens=pack(self.text(*tokens), "u4"), learn=learn, steps=1)
+        return finish(sequence_id, self.text(tokens), learn=learn, steps=1)
 
     def batch(
-        self,
-        sequence_id: int,
-        *tokens: int,
-        verified: int = 0,
-        limit: int = 3,
-        step_times: Sequence[StepTime] = (),
+        self, sequence_id: int, *tokens: int, verified: int = 0, limit: int = 3, step_times: Sequence[StepTime] = ()
     ) -> pb.Batch:
         """Return the progress of a sequence."""
-        progress = Progress.of_one(sequence_id, self.text(*tokens), verified=verified, max_draft=limit)
+        progress = Progress.of_one(sequence_id, self.text(tokens), verified=verified, max_draft=limit)
         return batch_message(replace(progress, step_times=step_times))
 
     def draft(self, sequence_id: int, *tokens: int, verified: int = 0, limit: int = 3, **fields: object) -> list[int]:
@@ -222,10 +121,7 @@ class TestedStream:
         """
         wanted = self.batch(sequence_id, *tokens, verified=verified, limit=limit)
         most = min(limit, self.welcome.max_draft)
-        try:
-            draft, malformed = read_drafts(self.accepted(batch=wanted, **fields).drafts, np.array([most], np.uint32))
-        except WireError as problem:
-            raise BrokenRuleError(str(problem)) from None
+        draft, malformed = read_drafts(self.accepted(batch=wanted, **fields).drafts, np.array([most], np.uint32))
         require(
             not malformed,
             f"a draft has more than {most} tokens, a parent not before its child, or an accept_prob outside 0 to 1",
@@ -360,12 +256,8 @@ def _end(stream: TestedStream) -> None:
     """a stream that the client ends has the status OK"""
     stream.accepted(starts=[stream.start(1, 1)])
     stream.raw.end()
-    try:
-        stream.raw.receive()
-    except StreamEndedError as ended:
-        require(ended.code is grpc.StatusCode.OK, str(ended))
-    else:
-        raise BrokenRuleError("a stream without unanswered requests has a response after its end")
+    ended = end_of(stream.raw)
+    require(ended.code() is grpc.StatusCode.OK, f"the stream ended with {described(ended)}")
 
 
 REFUSALS: dict[str, tuple[str, pb.Hello | None]] = {
@@ -375,6 +267,20 @@ REFUSALS: dict[str, tuple[str, pb.Hello | None]] = {
 }
 """First requests that a service must refuse, by the rule's name."""
 REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+def end_of(stream: RawStream) -> grpc.RpcError:
+    """Return the end of a stream. Raises BrokenRuleError for a response."""
+    try:
+        stream.receive()
+    except grpc.RpcError as ended:
+        return ended
+    raise BrokenRuleError("a stream that must end is answered")
+
+
+def described(ended: grpc.RpcError) -> str:
+    """Return the status of a stream as a text."""
+    return f"{ended.code().name}: {ended.details()}"
 
 
 # --- A run of all checks
@@ -405,67 +311,57 @@ class ServiceChecker:
                         )
 
     def _run(self, channel: grpc.Channel) -> Checks:
-        transports: dict[str, Callable[[], RawStream]] = {
-            "gRPC": lambda: RawGrpcStream(channel, self.connector.metadata())
-        }
+        transports: dict[str, Call] = {"gRPC": grpc_call(channel, self.connector.metadata())}
         if (probe := self.connector.connect_steps(CONNECT_TIMEOUT_S)) is not None:
             probe.close()
             transports["step socket"] = self._open_socket
-        self._check_access(transports["gRPC"])
         claims = {name: str(rule.__doc__) for name, rule in RULES.items()}
         claims |= {name: claim for name, (claim, _) in REFUSALS.items()}
         checks = Checks(Check(f"{each}, {name}", claim) for each in transports for name, claim in claims.items())
-        for transport, open_stream in transports.items():
+        for transport, open_call in transports.items():
             for name in claims:
-                self._run_one(checks, transport, name, open_stream)
+                self._run_one(checks, f"{transport}, {name}", name, open_call)
         return checks
 
-    def _check_access(self, open_stream: Callable[[], RawStream]) -> None:
-        try:
-            with suppress(BrokenRuleError), self._begun(open_stream):
-                pass
-        except StreamEndedError as ended:
-            if ended.code in NO_ACCESS:
-                reason = system_error(ended.message) if ended.code is grpc.StatusCode.UNAVAILABLE else ended.message
-                raise UserError(f"the service cannot be tested: {reason}") from None
-
-    def _open_socket(self) -> RawStream:
+    def _open_socket(self, requests: Iterator[bytes]) -> SocketCall:
         connection = self.connector.connect_steps(CONNECT_TIMEOUT_S)
         if connection is None:
-            raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the step socket accepts no more connections")
-        return RawSocketStream(connection, self.connector.authorization())
+            raise StreamError(grpc.StatusCode.UNAVAILABLE, "the step socket accepts no more connections")
+        return SocketCall(connection, self.connector.authorization(), requests)
 
-    def _run_one(self, checks: Checks, transport: str, name: str, open_stream: Callable[[], RawStream]) -> None:
+    def _run_one(self, checks: Checks, check: str, name: str, open_call: Call) -> None:
         try:
             if name in RULES:
-                with self._begun(open_stream) as stream:
+                with self._begun(open_call) as stream:
                     RULES[name](stream)
             else:
-                self._check_refusal(open_stream, REFUSALS[name][1])
-            checks.see(f"{transport}, {name}")
-        except (BrokenRuleError, StreamEndedError, WireError) as problem:
-            checks.fail(f"{transport}, {name}", str(problem))
+                self._check_refusal(open_call, REFUSALS[name][1])
+            checks.see(check)
+        except (BrokenRuleError, WireError) as problem:
+            checks.fail(check, str(problem))
+        except grpc.RpcError as ended:
+            if check == ACCESS and ended.code() in NO_ACCESS:
+                reason = str(ended.details())
+                reason = system_error(reason) if ended.code() is grpc.StatusCode.UNAVAILABLE else reason
+                raise UserError(f"the service cannot be tested: {reason}") from None
+            checks.fail(check, f"the stream ended with {described(ended)}")
 
     @contextmanager
-    def _begun(self, open_stream: Callable[[], RawStream]) -> Iterator[TestedStream]:
-        with contextlib.closing(open_stream()) as raw:
+    def _begun(self, open_call: Call) -> Iterator[TestedStream]:
+        with contextlib.closing(RawStream(open_call)) as raw:
             hello = pb.Hello(protocol=PROTOCOL, client="ssd-drafter-conformance", namespace=self._name)
             raw.send(pb.DraftRequest(step=1, hello=hello).SerializeToString())
             response = raw.receive()
             require(response.HasField("welcome"), f"the hello was answered without a welcome: {response.error.message}")
             yield TestedStream(raw, response.welcome, first_token=1000 * (1 + secrets.randbelow(100_000)))
 
-    def _check_refusal(self, open_stream: Callable[[], RawStream], hello: pb.Hello | None) -> None:
+    def _check_refusal(self, open_call: Call, hello: pb.Hello | None) -> None:
         """Check that a stream with this hello, or without one, ends with an error message."""
         request = pb.DraftRequest(step=1, hello=hello)
         if hello is not None:
             request.hello.namespace = self._name
-        with contextlib.closing(open_stream()) as raw:
+        with contextlib.closing(RawStream(open_call)) as raw:
             raw.send(request.SerializeToString())
-            try:
-                raw.receive()
-            except StreamEndedError as ended:
-                expected = f"{ended}; expected is FAILED_PRECONDITION or INVALID_ARGUMENT, with a message"
-                require(ended.code in REFUSED and bool(ended.message), expected)
-            else:
-                raise BrokenRuleError("the stream continues")
+            ended = end_of(raw)
+            expected = f"{described(ended)}; expected is FAILED_PRECONDITION or INVALID_ARGUMENT, with a message"
+            require(ended.code() in REFUSED and bool(ended.details()), f"the stream ended with {expected}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from drafter_service.observability.pages.charts import Frame, chart, rect
+from drafter_service.observability.pages.svg import Frame, rect, svg
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,20 +54,20 @@ def with_bars(heads: Sequence[str], rows: Sequence[Sequence[str]], colors: Mappi
         numbers = [float(row[column].rstrip("x") or 0) for row in rows]
         for row, number in zip(filled, numbers, strict=True):
             text, width = cell_text(row[column]), frame.width * number / max(*numbers, 1e-9)
-            bar = chart(frame, text, [rect(0, 0, width, frame.height, kind=f"bar {color}")], "inline")
+            bar = svg(frame, text, [rect(0, 0, width, frame.height, kind=f"bar {color}")], "inline")
             row[column] = Markup(escape(text) + bar)
     return filled
 
 
-def html_table(heads: Sequence[str], *groups: Iterable[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
-    """Return a table that scrolls where it is too wide; groups of rows are separated by a line.
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
+    """Return a table that scrolls where it is too wide.
 
     kinds: a class for each column: `minor` columns are hidden on small screens, `name` columns wrap. Default: none.
     """
     kinds = kinds or [""] * len(heads)
     top = f"<thead>{_row('th', heads, kinds)}</thead>" if any(heads) else ""
-    bodies = "".join(f"<tbody>{''.join(_row('td', row, kinds) for row in rows)}</tbody>" for rows in groups)
-    return f'<div class="scroll"><table>{top}{bodies}</table></div>'
+    body = "".join(_row("td", row, kinds) for row in rows)
+    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
 def _row(tag: str, cells: Sequence[Cell], kinds: Sequence[str]) -> str:
@@ -83,8 +83,8 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (heads, ["---"] * len(heads), *rows))
 
 
-def console_table(heads: Sequence[str], *groups: Sequence[Sequence[str]], title: str = "") -> Table:
-    """Return a table for the console: groups of rows, whose first cell is a name and the others figures."""
+def console_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:
+    """Return a table for the console: rows whose first cell is a name and the others figures."""
     from rich import box
     from rich.markup import escape as plain
     from rich.table import Table
@@ -93,10 +93,8 @@ def console_table(heads: Sequence[str], *groups: Sequence[Sequence[str]], title:
     table.add_column(heads[0], overflow="fold")
     for column, head in enumerate(heads[1:], start=1):
         # Headings may wrap between words, and nothing is cut.
-        words = [*head.split(), *(row[column] for rows in groups for row in rows)]
+        words = [*head.split(), *(row[column] for row in rows)]
         table.add_column(head, justify="right", width=max(map(len, words), default=1))
-    for rows in groups:
-        table.add_section()
-        for row in rows:
-            table.add_row(*map(plain, row))
+    for row in rows:
+        table.add_row(*map(plain, row))
     return table

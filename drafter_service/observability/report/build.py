@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 
@@ -69,12 +68,6 @@ MAX_TIME = 1e12
 """Upper bound of plausible times, in seconds since 1970."""
 TOTALS = ("drafted", "accepted", "steps", "committed", "hits")
 """Fields of a `HitTally` that are counted."""
-SOURCE_NAMES: dict[Source, Literal["corpus", "local", "fallback", "library"]] = {
-    Source.CORPUS: "corpus",
-    Source.LOCAL: "local",
-    Source.FALLBACK: "fallback",
-    Source.LIBRARY: "library",
-}
 
 
 def build_report(facts: ServiceFacts) -> Report:
@@ -117,6 +110,7 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         by_version=_by_version(facts),
         shadow=_shadow(facts.shadow),
         budget=_budget(facts.budget),
+        copies=list(facts.copies),
         libraries=list(facts.libraries),
         **dict(_tables(facts.stats.counters)),
     )
@@ -211,8 +205,8 @@ def _by_position(counters: Counters) -> list[PositionTally]:
 def _by_source(counters: Counters) -> list[SourceTally]:
     rows = counters.by_source.tolist()
     return [
-        SourceTally(source=name, drafted=rows[source][VERIFIED], accepted=rows[source][ACCEPTED])
-        for source, name in SOURCE_NAMES.items()
+        SourceTally(source=source.name.lower(), drafted=rows[source][VERIFIED], accepted=rows[source][ACCEPTED])  # type: ignore[arg-type]
+        for source in Source
         if source is not Source.LIBRARY or rows[source][VERIFIED]
     ]
 

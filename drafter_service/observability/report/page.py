@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from drafter_service.observability.pages import page as pages
-from drafter_service.observability.pages.charts import sparkline
-from drafter_service.observability.pages.tables import Cell, Markup, Value, html_table
-from drafter_service.observability.report import units
-from drafter_service.observability.report.charts import Panel, render_panel
-from drafter_service.observability.report.panels import SUMMARY, namespace_panels, overview, service_panel
+from drafter_service.observability.pages import units
+from drafter_service.observability.pages.charts import Panel, render_panel
+from drafter_service.observability.pages.tables import cell_text, html_table
+from drafter_service.observability.report.panels import SUMMARY, namespace_panels, overview, service_panel, value_of
 from drafter_service.observability.report.schema import Drafting, NamespaceReport, Recent, Report
 from drafter_service.observability.report.verdict import by_saving, in_shadow, remarks, saving, service_remarks, worth
 
@@ -48,10 +47,8 @@ def _overview(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
     if not namespaces:
         return ""
     panel = overview(report, namespaces)
-    curves: list[Cell] = [Markup(_sparkline(namespace)) for namespace in namespaces]
-    rows = [(*row, curve) for row, curve in zip(panel.rows, [*curves, ""], strict=True)]
-    kinds = ("name", "", "", *["minor"] * (len(panel.heads) - 2))
-    table = html_table((*panel.heads, "over time"), rows, kinds=kinds)
+    kinds = ("name", "", "", *["minor"] * (len(panel.heads) - 3))
+    table = html_table(panel.heads, panel.rows, kinds=kinds)
     parts = [_cards(report.total, None), f"<section><h2>{panel.title}</h2>{table}</section>"]
     for index, namespace in enumerate(namespaces[:MAX_IN_FULL]):
         name = f"<h2>{escape(units.shortened(namespace.name))}</h2>"
@@ -72,16 +69,10 @@ def _panels(panels: Iterable[Panel]) -> str:
 def _cards(drafting: Drafting, recent: Recent | None) -> str:
     """Return the key values, each with its recent value below."""
     cards = []
-    for index, ((head, field, unit), hint) in enumerate(SUMMARY):
+    for index, (head, field, hint) in enumerate(SUMMARY):
         more = ""
         if recent is not None:
-            lately = escape(unit(getattr(recent.drafting, field)))
+            lately = escape(cell_text(value_of(recent.drafting, field)))
             more = f"<p><em>{lately}</em>, last {escape(units.duration(recent.seconds))}</p>"
-        cards.append(pages.card(head, Value(getattr(drafting, field), unit), hint, more, "" if index else "green"))
+        cards.append(pages.card(head, value_of(drafting, field), hint, more, "" if index else "green"))
     return pages.cards(cards)
-
-
-def _sparkline(namespace: NamespaceReport) -> str:
-    values = [period.tokens_per_step for period in namespace.over_time]
-    known = [value for value in values if value is not None] or [0.0]
-    return sparkline(values, f"Tokens per step, {units.ratio(min(known))} to {units.ratio(max(known))}")

@@ -1,17 +1,19 @@
-"""Panels of a report: titles, rows and charts, which the terminal and the page show."""
+"""The list of panels of a report: titles, rows and charts, which the terminal and the page show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from drafter_service.observability.pages import units
+from drafter_service.observability.pages.charts import Chart, Panel
 from drafter_service.observability.pages.tables import Cell, Value
-from drafter_service.observability.report import units
-from drafter_service.observability.report.charts import Chart, Panel
 from drafter_service.observability.report.schema import (
     Drafting,
+    DurationBin,
     LatencyReport,
     NamespaceReport,
+    Period,
     Recent,
     Report,
     ServiceReport,
@@ -20,140 +22,250 @@ from drafter_service.observability.report.schema import (
 from ssd.budget.totals import SIZES
 from ssd.stats import POSITIONS
 
-Unit = Callable[[float | None], str]
-
-
-LIST = ("", "")
-"""Headings of a list of names and values."""
-ACCEPTANCE = Chart("bars", "accepted", {1: "green"}, below=2)
-DRAFTING_OVER_TIME = (
-    Chart("time", "tokens per step", {1: "green"}, area=1, least=1, reference=(1, "plain decoding, 1")),
-    Chart("time", "share", {2: "blue", 3: "amber"}, height=190),
+Columns = Mapping[str, str]
+"""Fields of a part of the report by the heading of their column."""
+UNITS = (
+    (("_s",), units.duration),
+    (("_bytes",), units.size),
+    (("_share", "_rate", "_of_drafts", "acceptance", "occupancy", "predicted"), units.share),
+    (("_per_step", "turnovers"), units.ratio),
 )
+"""Formats of fields by the ends of their names; other fields are counts."""
 
 
-class Column(NamedTuple):
-    """A column of a table: its heading, and the field and the unit of its values."""
+class Table(NamedTuple):
+    """A panel of a namespace with a row for each of some parts of its report."""
 
+    title: str
+    note: str | Callable[[NamespaceReport], str]
     head: str
-    field: str
-    unit: Unit = units.count
+    """Heading of the names of rows."""
+    items: Callable[[NamespaceReport], Sequence[Any]]
+    """Function that returns the parts; without any there is no panel."""
+    name: Callable[[Any], Cell]
+    """Function that returns the name of a part's row."""
+    columns: Columns
+    chart: Chart | Callable[[NamespaceReport], Chart] | None = None
+    is_wide: bool = False
 
 
 SUMMARY = (
-    (Column("tokens per step", "tokens_per_step", units.ratio), "1 is plain decoding"),
-    (Column("steps saved", "saved_share", units.share), "of the target's steps"),
-    (Column("hit rate", "hit_rate", units.share), "of steps had a draft"),
-    (Column("acceptance", "acceptance", units.share), "of draft tokens"),
-    (Column("output tokens", "committed"), "accepted draft tokens and bonus tokens"),
+    ("tokens per step", "tokens_per_step", "1 is plain decoding"),
+    ("steps saved", "saved_share", "of the target's steps"),
+    ("hit rate", "hit_rate", "of steps had a draft"),
+    ("acceptance", "acceptance", "of draft tokens"),
+    ("output tokens", "committed", "accepted draft tokens and bonus tokens"),
 )
-"""Key values of a `Drafting`, and what they mean."""
-TALLY = (
-    Column("acceptance", "acceptance", units.share),
-    Column("draft tokens", "drafted"),
-    Column("accepted", "accepted"),
+"""Key values of a `Drafting`: heading, field, and what they mean."""
+KEY_VALUES = {head: field for head, field, _ in SUMMARY}
+TOKENS_PER_STEP = {"tokens": "committed", "per step": "tokens_per_step"}
+LATE = {"late steps": "late_steps", "late": "late_share"}
+TALLY = {"acceptance": "acceptance", "draft tokens": "drafted", "accepted": "accepted"}
+CORPUS = {
+    "tokens remembered": "tokens",
+    "requests remembered": "requests",
+    "capacity, tokens": "capacity_tokens",
+    "full": "occupancy",
+    "tokens learned in total": "learned_tokens",
+    "times overwritten": "turnovers",
+    "time to overwrite all": "turnover_s",
+    "tokens not draftable yet": "waiting_tokens",
+    "requests forgotten": "forgotten_requests",
+    "merges": "merges",
+    "merges into the base tier": "base_merges",
+    "full sorts": "full_builds",
+}
+SERVICE = {"uptime": "uptime_s", "resident memory": "memory_bytes", "requests and streams refused": "refused"}
+LOG = {
+    "shared log: tokens written": "published_tokens",
+    "tokens read": "consumed_tokens",
+    "lag": "lag_s",
+    "duplicates": "duplicates",
+    "tokens dropped": "dropped_tokens",
+    "malformed entries": "malformed",
+    "gaps": "gaps",
+    "errors": "errors",
+}
+ACTIVITY = {"engines connected": "streams", "sequences running": "sequences", "duplicate texts": "duplicates"}
+CLIENT_TOTALS = {
+    "late steps, without drafts": "timeouts",
+    "late answers dropped": "dropped",
+    "sequences sent again": "resyncs",
+    "reconnects": "reconnects",
+}
+LIST = ("", "")
+"""Headings of a list of names and values."""
+ACCEPTANCE = Chart("bars", "accepted", {1: "green"}, counted=2)
+"""The chart of a `TALLY`."""
+
+
+def _latency(title: str, note: str, counted: str, find: Callable[[NamespaceReport], LatencyReport]) -> Table:
+    """Return the table of a distribution of durations."""
+
+    def with_quantiles(namespace: NamespaceReport) -> str:
+        known = find(namespace)
+        names = ("p50", "p90", "p99", "longest", "mean")
+        quantiles = (f"{name} {units.duration(getattr(known, f'{name}_s'))}" for name in names)
+        return f"{note} {', '.join(quantiles)}, number measured {units.count(known.count)}."
+
+    def up_to(part: DurationBin) -> str:
+        return units.duration(part.most_s) if part.most_s is not None else f"> {units.duration(part.least_s)}"
+
+    return Table(
+        title, with_quantiles, "up to", lambda it: find(it).bins, up_to, {counted: "count"},
+        Chart("bars", counted, {1: "blue"}),
+    )  # fmt: skip
+
+
+def _periods(namespace: NamespaceReport) -> Sequence[Period]:
+    """Return the periods if any had steps."""
+    return namespace.over_time if any(one.tokens_per_step is not None for one in namespace.over_time) else []
+
+
+def _turnover(namespace: NamespaceReport) -> str:
+    corpus = namespace.corpus
+    again = f"; once more in {units.duration(corpus.turnover_s)} at the present rate"
+    return f"Overwritten {units.ratio(corpus.turnovers)} times{'' if corpus.turnover_s is None else again}."
+
+
+def _sources(namespace: NamespaceReport) -> str:
+    note = "corpus: other requests; local: the request itself; fallback: in no match."
+    return f"{note} library: {', '.join(map(units.printable, namespace.libraries))}." if namespace.libraries else note
+
+
+def _tokens_of(size: StepSize) -> str:
+    most = size.most_tokens
+    return f"> {1 << SIZES - 2:,}" if most is None else units.span(most // 2 + 1, most)
+
+
+TABLES = (
+    Table(
+        "Over time",
+        "The shaded area is the gain over plain decoding.",
+        "from",
+        _periods,
+        lambda one: Value(one.begins_at, units.moment),
+        {"tokens per step": "tokens_per_step", "output tokens": "committed", "late steps": "timeouts"},
+        Chart("time", "tokens per step", {1: "green"}, area=1, least=1, reference=(1, "plain decoding, 1")),
+    ),
+    Table(
+        "Hit rate and acceptance over time",
+        "Shares of the steps that had a draft, and of the draft tokens that were accepted.",
+        "from",
+        _periods,
+        lambda one: Value(one.begins_at, units.moment),
+        {"hit rate": "hit_rate", "acceptance": "acceptance"},
+        Chart("time", "share", {1: "blue", 2: "amber"}),
+    ),
+    Table(
+        "By position in the draft",
+        "Share of verified tokens that were accepted.",
+        "position",
+        lambda it: it.by_position,
+        lambda one: units.span(one.position, None if one.position == POSITIONS else one.position),
+        {**TALLY, "of all drafts": "accepted_share_of_drafts"},
+        ACCEPTANCE,
+    ),
+    Table(
+        "By age of the text",
+        lambda it: (
+            "Median age of the text that accepted tokens come from, in tokens learned since: "
+            f"{units.count(it.age.median_tokens)}."
+        ),
+        "age, tokens",
+        lambda it: it.age.bins,
+        lambda one: units.span(one.least_tokens, one.most_tokens),
+        TALLY,
+        ACCEPTANCE,
+    ),
+    Table(
+        "Calibration",
+        lambda it: f"Predicted and actual acceptance differ by {units.share(it.calibration.error)} on average.",
+        "path probability",
+        lambda it: it.calibration.bins,
+        lambda one: units.percents(one.least_path_prob, one.most_path_prob),
+        {"predicted": "predicted", "accepted": "acceptance", "draft tokens": "drafted"},
+        Chart("diagonal", "accepted", {2: "green"}),
+    ),
+    Table(
+        "Versions of the policy",
+        "Rollouts that ended, by the training step of the policy: the versions whose rollouts ended last.",
+        "version",
+        lambda it: it.by_version or [],
+        lambda one: str(one.version),
+        {"rollouts": "requests", **TOKENS_PER_STEP, **TALLY},
+        is_wide=True,
+    ),
+    Table(
+        "Engines",
+        "Since the namespace was loaded.",
+        "engine",
+        lambda it: it.by_client,
+        lambda one: " · ".join(map(units.shortened, filter(None, (one.engine, one.client)))) or units.UNKNOWN,
+        {
+            "connected": "streams",
+            **TOKENS_PER_STEP,
+            "accepted": "acceptance",
+            "late steps": "late_steps",
+            "late": "late_share",
+        },
+        is_wide=True,
+    ),
+    Table(
+        "Copies of the corpus",
+        "Engines that draft from a copy in their own process, connected now.",
+        "engine",
+        lambda it: it.copies,
+        lambda one: units.shortened(one.engine) or units.UNKNOWN,
+        {"tokens": "tokens", "changes not sent yet": "missing_changes"},
+    ),
+    Table(
+        "By source",
+        _sources,
+        "source",
+        lambda it: it.by_source if it.drafting.drafted else [],
+        lambda one: one.source,
+        TALLY,
+        ACCEPTANCE,
+    ),
+    Table(
+        "Steps of engines",
+        lambda it: (
+            f"{units.counted(it.budget.withheld_tokens, 'draft token')} were not worth the time. "
+            f"{units.counted(it.budget.ignored_steps, 'step')} with impossible values were ignored."
+        ),
+        "tokens",
+        lambda it: it.budget.step_sizes,
+        _tokens_of,
+        {"steps": "steps", "mean duration": "mean_s", "expected": "expected_s"},
+        Chart("rows", "duration", {2: "blue", 3: "gray"}, dashed=3),
+    ),
+    _latency("Draft latency", "One message: drafts for the whole batch.", "messages", lambda it: it.draft_latency),
+    _latency("Merge latency", "Time to make requests draftable.", "merges", lambda it: it.merge_latency),
+    Table(
+        "Occupancy",
+        _turnover,
+        "until",
+        lambda it: it.over_time if it.corpus.tokens else [],
+        lambda one: Value(one.ends_at, units.moment),
+        {"tokens remembered": "corpus_tokens", "tokens learned": "learned_tokens", "memory": "memory_bytes"},
+        lambda it: Chart("time", "tokens", {1: "violet"}, area=1, reference=(it.corpus.capacity_tokens, "capacity")),
+    ),
 )
-DRAFTED_PER_STEP = Column("drafted per step", "drafted_per_step", units.ratio)
-OVER_TIME = (
-    Column("tokens per step", "tokens_per_step", units.ratio),
-    Column("hit rate", "hit_rate", units.share),
-    Column("acceptance", "acceptance", units.share),
-    Column("output tokens", "committed"),
-    Column("late steps", "timeouts"),
-)
-OCCUPANCY = (
-    Column("tokens remembered", "corpus_tokens"),
-    Column("tokens learned", "learned_tokens"),
-    Column("memory", "memory_bytes", units.size),
-)
-CALIBRATION = (
-    Column("predicted", "predicted", units.share),
-    Column("accepted", "acceptance", units.share),
-    Column("draft tokens", "drafted"),
-)
-STEPS = (
-    Column("steps", "steps"),
-    Column("mean duration", "mean_s", units.duration),
-    Column("expected", "expected_s", units.duration),
-)
-VERSIONS = (
-    Column("rollouts", "requests"),
-    Column("tokens", "committed"),
-    Column("per step", "tokens_per_step", units.ratio),
-    *TALLY,
-)
-CLIENTS = (
-    Column("connected", "streams"),
-    Column("tokens", "committed"),
-    Column("per step", "tokens_per_step", units.ratio),
-    Column("accepted", "acceptance", units.share),
-    Column("late steps", "late_steps"),
-    Column("late", "late_share", units.share),
-)
-LATENCY = (
-    *(Column(name, f"{name}_s", units.duration) for name in ("p50", "p90", "p99", "longest", "mean")),
-    Column("number measured", "count"),
-)
-CORPUS = (
-    Column("tokens remembered", "tokens"),
-    Column("requests remembered", "requests"),
-    Column("capacity, tokens", "capacity_tokens"),
-    Column("full", "occupancy", units.share),
-    Column("tokens learned in total", "learned_tokens"),
-    Column("times overwritten", "turnovers", units.ratio),
-    Column("time to overwrite all", "turnover_s", units.duration),
-    Column("tokens not draftable yet", "waiting_tokens"),
-    Column("requests forgotten", "forgotten_requests"),
-    Column("merges", "merges"),
-    Column("merges into the base tier", "base_merges"),
-    Column("full sorts", "full_builds"),
-)
-SERVICE = (
-    Column("uptime", "uptime_s", units.duration),
-    Column("resident memory", "memory_bytes", units.size),
-    Column("requests and streams refused", "refused"),
-)
-LOG = (
-    Column("shared log: tokens written", "published_tokens"),
-    Column("tokens read", "consumed_tokens"),
-    Column("lag", "lag_s", units.duration),
-    Column("duplicates", "duplicates"),
-    Column("tokens dropped", "dropped_tokens"),
-    Column("malformed entries", "malformed"),
-    Column("gaps", "gaps"),
-    Column("errors", "errors"),
-)
-ACTIVITY = (
-    Column("engines connected", "streams"),
-    Column("sequences running", "sequences"),
-    Column("duplicate texts", "duplicates"),
-)
-CLIENT_TOTALS = (
-    Column("late steps, without drafts", "timeouts"),
-    Column("late answers dropped", "dropped"),
-    Column("sequences sent again", "resyncs"),
-    Column("reconnects", "reconnects"),
-)
+"""The panels of a namespace, in their order; those of the corpus and of its activity follow."""
 
 
 def namespace_panels(namespace: NamespaceReport) -> list[Panel]:
     """Return the panels of a namespace for which there is data."""
-    panels = [
-        _over_time(namespace),
-        _positions(namespace),
-        _ages(namespace),
-        _calibration(namespace),
-        _versions(namespace),
-        _engines(namespace),
-        _sources(namespace),
-        _step_sizes(namespace),
-        _latency("Draft latency", "One message: drafts for the whole batch.", "messages", namespace.draft_latency),
-        _latency("Merge latency", "Time to make requests draftable.", "merges", namespace.merge_latency),
-        _occupancy(namespace),
-        _corpus(namespace),
-        _activity(namespace),
-    ]
-    return [panel for panel in panels if panel.rows]
+    corpus, model = namespace.corpus, namespace.model
+    panels = [_panel(table, namespace) for table in TABLES if table.items(namespace)]
+    memory = ("memory", value_of(namespace, "memory_bytes"))
+    held = f"{units.counted(corpus.tokens, 'token')} of {units.counted(corpus.requests, 'request')}."
+    panels.append(Panel("The corpus", held, LIST, [*_values(corpus, CORPUS), memory]))
+    withheld = ("draft tokens withheld", value_of(namespace.budget, "withheld_tokens"))
+    rows = [*_values(namespace, ACTIVITY), *_values(namespace.clients, CLIENT_TOTALS), withheld]
+    names = " · ".join(map(units.shortened, filter(None, (model.name, model.adapter))))
+    return [*panels, Panel("Activity", names, LIST, rows)]
 
 
 def service_panel(service: ServiceReport) -> Panel:
@@ -165,164 +277,43 @@ def service_panel(service: ServiceReport) -> Panel:
 def summary(drafting: Drafting, recent: Recent | None) -> Panel:
     """Return the key values of a namespace, since the start and lately."""
     parts = [drafting] if recent is None else [drafting, recent.drafting]
-    columns = (*(column for column, _ in SUMMARY), DRAFTED_PER_STEP, *TALLY[1:])
-    rows: list[Sequence[Cell]] = [(column.head, *(_value(part, column) for part in parts)) for column in columns]
+    columns = {**KEY_VALUES, "drafted per step": "drafted_per_step", **TALLY}
+    rows: list[Sequence[Cell]] = [(head, *(value_of(part, field) for part in parts)) for head, field in columns.items()]
     note = ""
     if recent is not None:
-        rate = units.rate(recent.output_tokens_per_s)
+        rate = units.ratio(recent.output_tokens_per_s)
         note = f"Since the start, and in the last {units.duration(recent.seconds)}: {rate} output tokens/s."
     return Panel("Drafting", note, ("", "in total", "recent")[: 1 + len(parts)], rows)
 
 
 def overview(report: Report, namespaces: Iterable[NamespaceReport]) -> Panel:
     """Return the panel with a row for each namespace, and one for all."""
-    columns = [column for column, _ in SUMMARY]
     rows: list[Sequence[Cell]] = [
-        (units.shortened(each.name), *_cells(each.drafting, columns), Value(each.corpus.tokens, units.count))
+        (units.shortened(each.name), *_cells(each.drafting, KEY_VALUES), value_of(each.corpus, "tokens"))
         for each in namespaces
     ]
-    rows.append(("all", *_cells(report.total, columns), ""))
-    return Panel("Namespaces", "", ("namespace", *(column.head for column in columns), "remembered"), rows)
+    rows.append(("all", *_cells(report.total, KEY_VALUES), ""))
+    return Panel("Namespaces", "", ("namespace", *KEY_VALUES, "remembered"), rows)
 
 
-# --- Parts of panels
+def value_of(part: object, field: str) -> Value:
+    """Return a field of a part of a report with its format."""
+    return Value(getattr(part, field), next((unit for ends, unit in UNITS if field.endswith(ends)), units.count))
 
 
-def _value(item: object, column: Column) -> Value:
-    return Value(getattr(item, column.field), column.unit)
+def _panel(table: Table, namespace: NamespaceReport) -> Panel:
+    note = table.note if isinstance(table.note, str) else table.note(namespace)
+    rows: list[Sequence[Cell]] = [(table.name(item), *_cells(item, table.columns)) for item in table.items(namespace)]
+    chart = table.chart(namespace) if callable(table.chart) else table.chart
+    return Panel(table.title, note, (table.head, *table.columns), rows, chart, table.is_wide)
 
 
-def _cells(item: object, columns: Iterable[Column]) -> list[Value]:
-    return [_value(item, column) for column in columns]
+def _cells(part: object, columns: Columns) -> list[Value]:
+    return [value_of(part, field) for field in columns.values()]
 
 
-def _values(item: object, columns: Iterable[Column]) -> list[Sequence[Cell]]:
+def _values(part: object, columns: Columns) -> list[Sequence[Cell]]:
     """Return a row for each column, without values that are not known."""
-    pairs = ((column.head, _value(item, column)) for column in columns)
-    return [(head, value) for head, value in pairs if value.number is not None]
-
-
-def _table(
-    title: str,
-    note: str,
-    head: str,
-    columns: Sequence[Column],
-    items: Sequence[object],
-    names: Iterable[Cell],
-    **more: Any,
-) -> Panel:
-    """Return a panel with a row for each of `items`, which begins with its name."""
-    rows = [(name, *_cells(item, columns)) for name, item in zip(names, items, strict=True)]
-    return Panel(title, note, (head, *(column.head for column in columns)), rows, **more)
-
-
-# --- Drafting
-
-
-def _over_time(namespace: NamespaceReport) -> Panel:
-    periods = namespace.over_time
-    if all(period.tokens_per_step is None for period in periods):
-        periods = []
-    names = [Value(period.begins_at, units.moment) for period in periods]
-    note = "The shaded area is the gain over plain decoding."
-    return _table("Over time", note, "from", OVER_TIME, periods, names, charts=DRAFTING_OVER_TIME, is_wide=True)
-
-
-def _positions(namespace: NamespaceReport) -> Panel:
-    known = namespace.by_position
-    names = [units.span(each.position, None if each.position == POSITIONS else each.position) for each in known]
-    columns = (*TALLY, Column("of all drafts", "accepted_share_of_drafts", units.share))
-    note = "Share of verified tokens that were accepted."
-    return _table("By position in the draft", note, "position", columns, known, names, charts=[ACCEPTANCE])
-
-
-def _ages(namespace: NamespaceReport) -> Panel:
-    known = namespace.age.bins
-    median = units.count(namespace.age.median_tokens)
-    note = f"Median age of the text that accepted tokens come from, in tokens learned since: {median}."
-    names = [units.span(each.least_tokens, each.most_tokens) for each in known]
-    return _table("By age of the text", note, "age, tokens", TALLY, known, names, charts=[ACCEPTANCE])
-
-
-def _sources(namespace: NamespaceReport) -> Panel:
-    known = namespace.by_source if namespace.drafting.drafted else []
-    note = "corpus: other requests; local: the request itself; fallback: in no match."
-    if namespace.libraries:
-        note += f" library: {', '.join(map(units.printable, namespace.libraries))}."
-    names = [each.source for each in known]
-    return _table("By source", note, "source", TALLY, known, names, charts=[ACCEPTANCE])
-
-
-def _calibration(namespace: NamespaceReport) -> Panel:
-    known = namespace.calibration
-    names = [units.percents(one.least_path_prob, one.most_path_prob) for one in known.bins]
-    note = f"Predicted and actual acceptance differ by {units.share(known.error)} on average."
-    chart = Chart("diagonal", "accepted", {2: "green"})
-    return _table("Calibration", note, "path probability", CALIBRATION, known.bins, names, charts=[chart])
-
-
-def _versions(namespace: NamespaceReport) -> Panel:
-    known = namespace.by_version or []
-    note = "Rollouts that ended, by the training step of the policy: the versions whose rollouts ended last."
-    names = [str(each.version) for each in known]
-    return _table("Versions of the policy", note, "version", VERSIONS, known, names, is_wide=True)
-
-
-def _step_sizes(namespace: NamespaceReport) -> Panel:
-    budget = namespace.budget
-    note = f"{units.counted(budget.withheld_tokens, 'draft token')} were not worth the time. "
-    note += f"{units.counted(budget.ignored_steps, 'step')} with impossible values were ignored."
-    names = [_size(each) for each in budget.step_sizes]
-    chart = Chart("rows", "duration", {2: "blue", 3: "gray"}, dashed=3)
-    return _table("Steps of engines", note, "tokens", STEPS, budget.step_sizes, names, charts=[chart])
-
-
-def _size(size: StepSize) -> str:
-    most = size.most_tokens
-    return f"> {1 << SIZES - 2:,}" if most is None else units.span(most // 2 + 1, most)
-
-
-def _latency(title: str, note: str, counted: str, known: LatencyReport) -> Panel:
-    quantiles = (f"{column.head} {column.unit(getattr(known, column.field))}" for column in LATENCY)
-    names = [
-        f"> {units.duration(one.least_s)}" if one.most_s is None else units.duration(one.most_s) for one in known.bins
+    return [
+        (head, value) for head, value in zip(columns, _cells(part, columns), strict=True) if value.number is not None
     ]
-    rows = [(name, Value(one.count, units.count)) for name, one in zip(names, known.bins, strict=True)]
-    chart = Chart("bars", counted, {1: "blue"})
-    return Panel(title, f"{note} {', '.join(quantiles)}.", ("up to", counted), rows, [chart])
-
-
-# --- Corpus and engines
-
-
-def _occupancy(namespace: NamespaceReport) -> Panel:
-    corpus, periods = namespace.corpus, namespace.over_time if namespace.corpus.tokens else []
-    note = f"Overwritten {units.ratio(corpus.turnovers)} times"
-    if corpus.turnover_s is not None:
-        note += f"; once more in {units.duration(corpus.turnover_s)} at the present rate"
-    names = [Value(period.ends_at, units.moment) for period in periods]
-    chart = Chart("time", "tokens", {1: "violet"}, area=1, reference=(corpus.capacity_tokens, "capacity"))
-    return _table("Occupancy", f"{note}.", "until", OCCUPANCY, periods, names, charts=[chart])
-
-
-def _corpus(namespace: NamespaceReport) -> Panel:
-    known = namespace.corpus
-    note = f"{units.counted(known.tokens, 'token')} of {units.counted(known.requests, 'request')}."
-    memory = ("memory", Value(namespace.memory_bytes, units.size))
-    return Panel("The corpus", note, LIST, [*_values(known, CORPUS), memory])
-
-
-def _activity(namespace: NamespaceReport) -> Panel:
-    note = " · ".join(units.shortened(part) for part in (namespace.model.name, namespace.model.adapter) if part)
-    withheld = ("draft tokens withheld", Value(namespace.budget.withheld_tokens, units.count))
-    rows = [*_values(namespace, ACTIVITY), *_values(namespace.clients, CLIENT_TOTALS), withheld]
-    return Panel("Activity", note, LIST, rows)
-
-
-def _engines(namespace: NamespaceReport) -> Panel:
-    known = namespace.by_client
-    names = [
-        " · ".join(units.shortened(name) for name in (each.engine, each.client) if name) or units.UNKNOWN
-        for each in known
-    ]
-    return _table("Engines", "Since the namespace was loaded.", "engine", CLIENTS, known, names, is_wide=True)

@@ -243,6 +243,14 @@ class ClientReport(StepTally):
     late_share: Share | None = _quotient(share, "late_steps", "engine_steps")
 
 
+class CopyReport(_Part):
+    """A copy of the corpus in an engine's process, from which it drafts."""
+
+    engine: str = Field(description='Name of the engine; "" if it is not known.')
+    tokens: Count = Field(description="Tokens that it holds: those of the corpus, or the newest up to its limit.")
+    missing_changes: Count = Field(description="Texts learned or forgotten that were not sent to it yet.")
+
+
 class ShadowReport(_Part):
     """Shadow mode: drafts that were withheld, and compared with the tokens that the target produced without them."""
 
@@ -324,18 +332,19 @@ class NamespaceReport(CounterTables):
     )
     budget: BudgetReport = Field(description="Since the namespace was loaded.")
     memory_bytes: Count = Field(description="Memory of the namespace, in bytes.")
+    copies: list[CopyReport] = Field(default=[], description="Copies of the corpus in engines that are connected now.")
     libraries: list[str] = Field(description="Namespaces whose text is drafted in this one, too.")
     streams: Count = Field(description="Engines connected now.")
-    sequences: Count = Field(description="Sequences running now.")
+    sequences: Count = Field(description="Sequences running now whose drafts this service makes.")
     duplicates: Count = Field(description="Texts that were sent again after they had been learned.")
 
 
-class SharedLogReport(_Part):
-    """The log of finished requests that replicas share, as this replica sees it."""
+class SharedLogReport(_Part, frozen=False):
+    """The log of finished requests that sidecars share, as this one sees it."""
 
     is_connected: bool = Field(default=False, description="Whether it can be reached now.")
-    published_tokens: Count = Field(default=0, description="Tokens that this replica wrote to the log.")
-    consumed_tokens: Count = Field(default=0, description="Tokens of other replicas learned from the log.")
+    published_tokens: Count = Field(default=0, description="Tokens that this sidecar wrote to the log.")
+    consumed_tokens: Count = Field(default=0, description="Tokens of other sidecars learned from the log.")
     duplicates: Count = Field(default=0, description="Requests read from it that were already known.")
     dropped_tokens: Count = Field(
         default=0, description="Tokens never written because the log was too slow or unreachable."

@@ -9,16 +9,15 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from drafter_service.observability.pages.tables import Cell, Value, cell_text, console_table
-from drafter_service.observability.report import units
-from drafter_service.observability.report.charts import Panel
+from drafter_service.observability.pages import units
+from drafter_service.observability.pages.charts import Panel
+from drafter_service.observability.pages.tables import Value, cell_text, console_table
 from drafter_service.observability.report.panels import namespace_panels, overview, service_panel, summary
 from drafter_service.observability.report.schema import NamespaceReport, Report
 from drafter_service.observability.report.verdict import by_saving, in_shadow, remarks, saving, service_remarks, worth
 
 MAX_IN_FULL = 3
 """Maximum number of namespaces that are printed in full; with more only the overview is printed."""
-BAR_WIDTH = 10
 CURVE_WIDTH = 44
 
 
@@ -64,23 +63,13 @@ def _print_remarks(sentences: Sequence[str], console: Console) -> None:
 def _print_panel(panel: Panel, console: Console) -> None:
     console.print()
     console.print(Text.assemble((panel.title, "bold"), f". {panel.note}" if panel.note else ""))
-    curves = [column for chart in panel.charts if chart.kind == "time" for column in chart.columns]
-    bars = [column for chart in panel.charts if chart.kind == "bars" for column in chart.columns]
-    if curves:
-        rows = [_curve(panel, column) for column in curves]
-        console.print(console_table(("", "over time", "from, to"), rows))
-    else:
-        console.print(console_table(panel.heads, [_row(cells, bars) for cells in panel.rows]))
-
-
-def _row(cells: Sequence[Cell], bars: Sequence[int]) -> list[str]:
-    """Return the texts of cells; shares in the columns `bars` with a bar before them."""
-    texts = [units.shortened(cell_text(cell)) for cell in cells]
-    for column in bars:
-        cell = cells[column]
-        if isinstance(cell, Value) and cell.format is units.share:
-            texts[column] = f"{units.bar(cell.number or 0.0, BAR_WIDTH):{BAR_WIDTH}} {texts[column]:>4}"
-    return texts
+    chart = panel.chart
+    if chart is not None and chart.kind == "time":
+        curves = [_curve(panel, column) for column in chart.columns]
+        console.print(console_table(("", "over time", "from, to"), curves))
+        return
+    rows = [[units.shortened(cell_text(cell)) for cell in row] for row in panel.rows]
+    console.print(console_table(panel.heads, rows))
 
 
 def _curve(panel: Panel, column: int) -> tuple[str, str, str]:

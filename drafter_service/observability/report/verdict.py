@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drafter_service.observability.report import units
+from drafter_service.observability.pages import units
 from drafter_service.observability.report.schema import (
     Drafting,
     NamespaceReport,
@@ -96,13 +96,13 @@ def service_remarks(report: Report) -> list[str]:
     if log is None:
         return found
     if not log.is_connected:
-        return [*found, "The shared log cannot be reached: this replica learns only from its own engines."]
+        return [*found, "The shared log cannot be reached: this sidecar learns only from its own engines."]
     if log.lag_s > MAX_LOG_LAG_S:
-        found.append(f"This replica reads the shared log {units.duration(log.lag_s)} late.")
+        found.append(f"This sidecar reads the shared log {units.duration(log.lag_s)} late.")
     if log.gaps:
         found.append(
-            "Entries of the shared log were trimmed before this replica read them: raise log.max_tokens, "
-            "or load a snapshot of another replica."
+            "Entries of the shared log were trimmed before this sidecar read them: raise log.max_tokens, "
+            "or load a snapshot of another sidecar."
         )
     if log.dropped_tokens:
         found.append(f"Tokens that were never written to the shared log: {units.count(log.dropped_tokens)}.")

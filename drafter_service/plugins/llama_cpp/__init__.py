@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from drafter_service.client.identity import vocabulary_fingerprint
+from drafter_service.client.identity import gguf_identity, vocabulary_fingerprint
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.log import HostLog, untested
 from drafter_service.plugins.options import HostLimits
@@ -40,7 +40,7 @@ class SsdDraftModel:
     """A value for the `draft_model` of a `Llama`. One model may use it, in one thread at a time."""
 
     def __init__(self, llama: Any, *, max_draft: int = MAX_DRAFT, **settings: Any) -> None:
-        """Prepare drafts of at most `max_draft` tokens; the connection is opened by the first request.
+        """Connect for drafts of at most `max_draft` tokens. The first time, kernels are compiled for about a minute.
 
         settings: see `PluginSettings`; by default those in the environment variable `SSD_PLUGIN`. Raises ValueError if
         max_draft is not positive or the `Llama` computes the last logits only, and UserError for settings that are not
@@ -54,7 +54,9 @@ class SsdDraftModel:
         LlamaDraftModel.register(type(self))
         own = read_settings(settings, deadline_s=DEADLINE_S)
         own = replace(own, model=model_of(llama, own.folder), host=name_and_version("llama-cpp-python"))
-        self._session = HostSession(own, HostLimits(max_draft, llama.n_vocab(), llama.n_ctx()), LOG.warning)
+        self._session = HostSession(
+            own, HostLimits(max_draft, llama.n_vocab(), llama.n_ctx()), LOG.warning, inform=LOG.info
+        )
         self._request_id = 0
         self._text = np.empty(0, np.intc)
         """Text of the running request; empty if there is none."""
@@ -65,6 +67,8 @@ class SsdDraftModel:
         self._is_supported = not reason
         if reason:
             LOG.warning(f"{reason}; continuing without drafts")
+        else:
+            self._session.open()
 
     @property
     def counters(self) -> DraftCounters:
@@ -130,7 +134,7 @@ def model_of(llama: Any, folder: Path | None) -> ModelIdentity:
     name = Path(llama.model_path).stem
     if folder is not None:
         return identity_of(name, llama.n_vocab(), LOG.warning, folder=folder)
-    return ModelIdentity(name=name, tokenizer=_fingerprint(llama), vocab_size=llama.n_vocab())
+    return gguf_identity(name, _fingerprint(llama), llama.n_vocab(), llama.metadata)
 
 
 def _fingerprint(llama: Any) -> str:

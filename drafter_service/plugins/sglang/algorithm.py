@@ -47,7 +47,8 @@ def make_worker_class(server_args: Any) -> type:  # noqa: ARG001
 def check_server_args(server_args: Any) -> None:
     """Raise ValueError, before the model is loaded, for a version or arguments of the host that are not supported."""
     from drafter_service.plugins.log import untested
-    from drafter_service.plugins.settings import read_settings
+    from drafter_service.plugins.settings import look_for_sidecar, read_settings
+    from drafter_service.plugins.sglang.worker import LOG
     from ssd.config import MAX_DRAFT
     from ssd.errors import UserError
 
@@ -66,7 +67,7 @@ def check_server_args(server_args: Any) -> None:
     reason = untested("SGLang", version("sglang"), TESTED)
     reason = reason or next((reason for reason, applies in reasons.items() if applies), "")
     try:
-        read_settings({})
+        look_for_sidecar(read_settings({}), LOG.warning)
     except UserError as problem:
         reason = reason or str(problem)
     if reason:

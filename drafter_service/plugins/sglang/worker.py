@@ -84,10 +84,12 @@ def limits_of(model_config: Any, nodes: int, width: int) -> HostLimits:
 
 
 def open_session(server_args: Any, limits: HostLimits) -> HostSession:
-    """Open the session of a scheduler; the connection is opened by its first request."""
+    """Return the session of a scheduler, which is connected, and whose kernels are compiled."""
     revision = getattr(server_args, "revision", None) or ""
     settings = host_settings({}, "sglang", server_args.model_path, limits.vocab_size, LOG.warning, revision=revision)
-    return HostSession(settings, limits, LOG.warning)
+    session = HostSession(settings, limits, LOG.warning, inform=LOG.info)
+    session.open()
+    return session
 
 
 def broadcast(nodes: np.ndarray, group: Any) -> None:

@@ -34,7 +34,7 @@ class SsdGenerate:
     """
 
     def __init__(self, model: Any, *, max_draft: int = MAX_DRAFT, **settings: Any) -> None:
-        """Prepare drafts of at most `max_draft` tokens; the connection is opened by the first call of `generate`.
+        """Connect for drafts of at most `max_draft` tokens. The first time, kernels are compiled for about a minute.
 
         settings: see `PluginSettings`; by default those in the environment variable `SSD_PLUGIN`. Raises ValueError if
         max_draft is not positive, and UserError for settings that are not valid.
@@ -45,10 +45,12 @@ class SsdGenerate:
         limits = HostLimits(max_draft, config.vocab_size, context_window, padding=padding_of(max_draft))
         name = model.config.name_or_path
         own = host_settings(settings, "transformers", name, config.vocab_size, LOG.warning, deadline_s=DEADLINE_S)
-        self._session = HostSession(own, limits, LOG.warning)
+        self._session = HostSession(own, limits, LOG.warning, inform=LOG.info)
         self._request_ids = itertools.count()
         self._reported: set[str] = set()
         self._unsupported = unsupported_version(type(model))
+        if not self._unsupported:
+            self._session.open()
 
     @property
     def counters(self) -> DraftCounters:

@@ -25,7 +25,9 @@ class NullProposer:
     There is one scheduler for all tensor-parallel workers, so that these cannot get different drafts.
     """
 
-    def __init__(self, vllm_config: Any) -> None: ...
+    def __init__(self, vllm_config: Any) -> None:
+        """Look for the sidecar. Raises UserError for settings that are not valid."""
+        import_module(f"{__name__}.engine").look_before_loading(vllm_config)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Do nothing."""

@@ -39,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         config = engine_config(arguments[1:])
     except (RuntimeError, ValueError) as problem:
         print(f"vLLM refuses this configuration: {problem}")
+        if "adaptive verification" in str(problem).lower():
+            print("without enable_adaptive_verification all requests of a step verify the same number of draft tokens")
         return 1
     choice = choose(config)
     return report(choice) or report_sidecar(config)
@@ -87,7 +89,11 @@ def answer_of(settings: PluginSettings) -> str:
     with DrafterClient(
         settings.sidecar, model=settings.model, namespace=settings.namespace, access=settings.access
     ) as client:
-        return f"connected, namespace {client.welcome.namespace}" if client.welcome else "connected"
+        if client.welcome is None:
+            return "connected"
+        state = client.welcome.namespace_state
+        advice = state.advice('set "namespace" to "{}"')
+        return f"connected, namespace {state}" + (f"\nwarning: {advice}" if advice else "")
 
 
 if __name__ == "__main__":

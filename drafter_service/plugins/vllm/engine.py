@@ -12,8 +12,8 @@ from drafter_service.client.identity import ADAPTER_FILE, fingerprint, process_n
 from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import PluginSettings, host_settings
-from drafter_service.plugins.vllm.variants import Variant, choose
+from drafter_service.plugins.settings import PluginSettings, host_settings, look_for_sidecar, read_settings
+from drafter_service.plugins.vllm.variants import NETWORKS, Variant, choose
 from drafter_service.transport.wire import MAX_ENGINE_NAME
 from ssd.budget.padding import MAX_SIZES, NO_PADDING, Padding
 from ssd.config import MAX_DRAFT
@@ -54,6 +54,15 @@ def engine_name(name: str, parallel: Any) -> str:
     return (name or process_name())[: MAX_ENGINE_NAME - len(suffix)] + suffix
 
 
+def look_before_loading(vllm_config: Any) -> None:
+    """Log that there is no sidecar, before the first worker of an engine loads the model.
+
+    Raises UserError for settings that are not valid.
+    """
+    if vllm_config.parallel_config.rank == 0:
+        look_for_sidecar(read_settings({}), LOG.warning)
+
+
 def open_session(vllm_config: Any, padding: Padding = NO_PADDING) -> HostSession:
     """Return the session of an engine. padding: see `HostLimits`. Raises UserError for settings that are not valid."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
@@ -64,11 +73,11 @@ def open_session(vllm_config: Any, padding: Padding = NO_PADDING) -> HostSession
         context_window=model.max_model_len,
         max_requests=max(HostLimits.max_requests, 2 * scheduler.max_num_seqs),
         padding=padding,
+        has_network=vllm_config.speculative_config.method in NETWORKS,
     )
     settings = settings_of(model, LOG.warning)
     settings = replace(settings, engine=engine_name(settings.engine, vllm_config.parallel_config))
-    session = HostSession(settings, limits, LOG.warning)
-    LOG.info(f"up to {limits.max_draft} draft tokens per step from {settings.sidecar}")
+    session = HostSession(settings, limits, LOG.warning, inform=LOG.info)
     session.open()
     return session
 

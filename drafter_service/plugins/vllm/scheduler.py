@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 from drafter_service.plugins.options import End, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.vllm.engine import LOG, OptionsReader, end_of, open_session, padding_of, variant_of
-from drafter_service.plugins.vllm.variants import Variant
+from drafter_service.plugins.vllm.variants import NETWORKS, Variant
 
 REPORT = "ssd_report"
 """Attribute of `SchedulerOutput` that has the `StepReport`."""
+STEP_LENGTH = "ssd_step_length"
+"""Attribute of `ModelRunnerOutput` that has the number of draft tokens to verify in a later step, if a worker chose it.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,10 @@ class SchedulerWithDrafts:
         super().__init__(*args, **kwargs)
         self.ssd_session: HostSession | None = None
         self._options = OptionsReader(LOG.warning)
-        self._offered: dict[str, int] = {}
-        """Number of draft tokens that each request was given for the next step."""
         self._max_draft = 0
         """Longest draft of the next step."""
+        self._has_network = False
+        """Whether the workers run a network that drafts."""
         self._in_flight = 0
         """Number of scheduled steps whose outputs have not been processed."""
         self._began: float | None = None
@@ -66,6 +69,7 @@ class SchedulerWithDrafts:
         if variant_of(self.vllm_config) is not Variant.NONE:
             self.ssd_session = open_session(self.vllm_config, padding_of(self.vllm_config.compilation_config))
             self._max_draft = self.vllm_config.speculative_config.num_speculative_tokens
+            self._has_network = self.vllm_config.speculative_config.method in NETWORKS
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Give drafts to the running requests, and schedule a step."""
@@ -96,8 +100,8 @@ class SchedulerWithDrafts:
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Ignore the drafts of the workers, which have none."""
-        if self.ssd_session is None:
+        """Give the drafts of the workers' network to the requests; `schedule` replaces them by better ones."""
+        if self.ssd_session is None or self._has_network:
             super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,21 +123,20 @@ class SchedulerWithDrafts:
 
     def _offer_drafts(self, session: HostSession) -> None:
         """Write drafts into the running requests that are not in the middle of their prompt or of a step."""
-        self._offered = {}
         ready = [
             request
             for request in self.running
             if not request.is_prefill_chunk and not request.num_in_flight_tokens and request.request_id in session
         ]
         texts = [(request.request_id, request.all_token_ids) for request in ready]
+        networks = [request.spec_token_ids for request in ready] if self._has_network else ()
         others = sum(not request.is_prefill_chunk for request in self.running) - len(ready)
-        drafts = session.draft(texts, self._expected_prompt_tokens(len(ready) + others), others)
+        drafts = session.draft(texts, self._expected_prompt_tokens(len(ready) + others), others, networks)
         for request, draft in zip(ready, drafts, strict=True):
             tokens = draft[: self._max_draft]
             if tokens and request.use_structured_output:
                 tokens = self.structured_output_manager.validate_tokens(request, tokens)
             request.spec_token_ids = tokens
-            self._offered[request.request_id] = len(tokens)
 
     def _expected_prompt_tokens(self, decoding: int) -> int:
         """Return how many prompt tokens the host is likely to run in the next step beside `decoding` requests."""
@@ -147,7 +150,7 @@ class SchedulerWithDrafts:
     def _record_scheduled(self, session: HostSession, output: Any) -> None:
         """Record which drafts a step verifies, and start the requests that begin in it."""
         scheduled = output.scheduled_spec_decode_tokens
-        session.schedule(scheduled, self._offered)
+        session.schedule(scheduled)
         padding = {
             request_id: sum(token < 0 for token in tokens)
             for request_id, tokens in scheduled.items()
@@ -156,7 +159,8 @@ class SchedulerWithDrafts:
         if padding:
             # vLLM pads requests whose whole prompt is cached. Its counters leave out what is named here.
             output.num_invalid_spec_tokens = {**(output.num_invalid_spec_tokens or {}), **padding}
-        self._max_draft = output.num_spec_tokens_to_schedule
+        if not self._has_network:  # With one, this is the length of its drafts.
+            self._max_draft = output.num_spec_tokens_to_schedule
         self._is_admitting = bool(output.scheduled_new_reqs)
         for data in output.scheduled_new_reqs:
             if data.req_id not in session:
@@ -191,6 +195,12 @@ class SchedulerWithReports:
         self._is_drafting = variant_of(self.vllm_config) is not Variant.NONE
         self._options = OptionsReader(LOG.warning)
         self._ended: dict[str, tuple[End, int]] = {}
+        self._step_length: int | None = None
+        """Number of draft tokens that the next step verifies for each request; None: the host decides."""
+        speculative = self.vllm_config.speculative_config
+        if self._is_drafting and speculative.method in NETWORKS:
+            # vLLM's number counts the network's tokens alone; drafts of the corpus may be longer.
+            self._step_length = speculative.num_speculative_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step, and add a report to it."""
@@ -203,6 +213,17 @@ class SchedulerWithReports:
             setattr(output, REPORT, StepReport(started, self._ended))
             self._ended = {}
         return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Process the output of a step."""
+        self._step_length = getattr(model_runner_output, STEP_LENGTH, self._step_length)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """Update the requests of a step, after setting the number of draft tokens that their next step verifies."""
+        if self._step_length is not None:
+            scheduler_output.num_spec_tokens_to_schedule = self._step_length
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """End a request."""

@@ -24,7 +24,7 @@ class Variant(Enum):
     V2_SCHEDULER = "scheduler, and the V2 model runner"
     """In the synchronous scheduler, and in a runner that takes their ids from it."""
     V2_WORKER = "worker, after each step of the V2 model runner"
-    """In the first worker, while the asynchronous scheduler is a step ahead."""
+    """In the first worker of the last pipeline stage, while the asynchronous scheduler is a step ahead."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,16 @@ SETUPS = {
         "the V2 model runner verifies the drafts of this worker, which knows the tokens of the step before",
     ),
 }
+
+NETWORKS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
+"""Methods of speculation that run a network, whose drafts the plug-in combines with those of the corpus."""
+
+WITHOUT_LENGTHS = (
+    "; all requests of a step verify the same number of draft tokens. With "
+    '"enable_adaptive_verification": true in --speculative-config each request has its own number; vLLM refuses that '
+    "with LoRA, pipeline parallelism, FlashAttention 2, and without full CUDA graphs"
+)
+WITH_LENGTHS = "; each request verifies as many draft tokens as their probabilities justify"
 
 PER_RANK = (
     "with external_launcher each tensor-parallel rank has a scheduler, and these would get different drafts; "
@@ -120,7 +130,10 @@ def choose_variant(version: str, config: Any) -> Choice:
     is_per_rank = parallel.distributed_executor_backend == "external_launcher" and parallel.tensor_parallel_size > 1
     if is_per_rank and wanted is not Variant.V2_WORKER:
         return Choice(Variant.NONE, PER_RANK, is_error=True)
-    return Choice(wanted, SETUPS[wanted].reason)
+    reason = SETUPS[wanted].reason
+    if wanted is Variant.V2_WORKER:
+        reason += WITH_LENGTHS if config.speculative_config.enable_adaptive_verification else WITHOUT_LENGTHS
+    return Choice(wanted, reason)
 
 
 def reason_against(version: str, wanted: Variant, config: Any) -> str:
@@ -135,7 +148,16 @@ def reason_against(version: str, wanted: Variant, config: Any) -> str:
         return f"the scheduler is {scheduler or OWN}; {advice}"
     if speculative is None:
         return f"there is no speculative decoding; {advice}"
-    if (speculative.method, speculative.model) != (setup.method, setup.model):
+    has_network = wanted is not Variant.V2_SCHEDULER and speculative.method in NETWORKS
+    if has_network and speculative.draft_sample_method != "greedy":
+        return (
+            f"the draft_sample_method is {speculative.draft_sample_method}, so that vLLM compares sampled draft tokens "
+            f"with the network's probabilities; set it to greedy"
+        )
+    if wanted is Variant.V2_SCHEDULER and speculative.method in NETWORKS:
+        flags = f"--async-scheduling --scheduler-cls {ASYNC_SCHEDULER} --worker-cls {WORKER}"
+        return f"the drafts of a network stay in the workers of the V2 model runner; start vLLM with {flags}"
+    if not has_network and (speculative.method, speculative.model) != (setup.method, setup.model):
         return f"speculative decoding is {speculative.method} with {speculative.model}; {advice}"
     if wanted not in SUPPORTED[version]:
         return f"the V2 model runner of vLLM {version} was not tested; set VLLM_USE_V2_MODEL_RUNNER=0, and {advice}"
@@ -147,7 +169,13 @@ def reason_against(version: str, wanted: Variant, config: Any) -> str:
         return f"the engine is {kind}, and its scheduler is not; {advice}, or with {SETUPS[other].flags}"
     if setup.worker and worker != setup.worker:
         return f"the worker is {worker}, whose V2 model runner takes no drafts from the plug-in; {advice}"
-    return "pipeline parallelism was not tested" if config.parallel_config.pipeline_parallel_size > 1 else ""
+    if wanted is Variant.V2_SCHEDULER and speculative.enable_adaptive_verification:
+        return (
+            "enable_adaptive_verification is for asynchronous scheduling; remove it, since drafts that the scheduler "
+            "has are as long as is worth verifying"
+        )
+    is_v1_pipeline = wanted is Variant.V1_SCHEDULER and config.parallel_config.pipeline_parallel_size > 1
+    return "pipeline parallelism was not tested with the V1 model runner" if is_v1_pipeline else ""
 
 
 def class_name(given: str | type | None) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from drafter_service.observability.measuring.results import prepare, versions, write
 from drafter_service.observability.pages.tables import console_table
@@ -23,7 +22,7 @@ from engine.commands.compare.page import notes, render_markdown, render_page, ta
 from engine.commands.compare.profile import measure_steps
 from engine.commands.compare.results import MIN_PROMPTS, Comparison, Condition, Result
 from engine.commands.compare.rows import Row, unusable
-from engine.commands.compare.trial import BASELINE, BATCH, Counted, Trial, Workload
+from engine.commands.compare.trial import BATCH, Trial, Workload
 from engine.commands.launch import load
 from engine.commands.options import CompareFlags, EngineOptions
 from engine.commands.progress import LongProgress, StoppedError, deferred_interruption
@@ -44,22 +43,19 @@ NAME = "compare"
 """Name of the files, without their endings."""
 
 
-def conditions_of(options: CompareFlags) -> list[Condition]:
-    """Return all conditions. Greedy decoding has the same outputs in both modes, so it is run in one of them only."""
-    return [
-        Condition(verification, temperature, concurrency)
-        for temperature in options.temperatures
-        for concurrency in options.concurrency
-        for verification in (options.verifications if temperature > 0 else EXACT)
-    ]
+def rows_by_condition(options: CompareFlags, rows: Sequence[Row]) -> dict[Condition, list[Row]]:
+    """Return the rows to run under each condition.
 
-
-def rows_of(options: CompareFlags, rows: Sequence[Row], condition: Condition) -> list[Row]:
-    """Return the rows to run under a condition. Drafts without q are the same in both modes, so they are run in one of
-    them only.
+    Greedy decoding and drafters that do not sample give the same with both kinds of verification, and run with one.
     """
-    is_repeated = condition.verification == "rejection" and "exact" in options.verifications
-    return [row for row in rows if row.samples_q or not is_repeated]
+    found = {}
+    for temperature in options.temperatures:
+        for concurrency in options.concurrency:
+            for verification in options.verifications if temperature > 0 else EXACT:
+                is_repeated = verification == "rejection" and "exact" in options.verifications
+                condition = Condition(verification, temperature, concurrency)
+                found[condition] = [row for row in rows if row.samples_q or not is_repeated]
+    return found
 
 
 def run_comparison(options: CompareFlags, rows: Sequence[Row], engine: EngineOptions) -> bool:
@@ -72,9 +68,9 @@ def run_comparison(options: CompareFlags, rows: Sequence[Row], engine: EngineOpt
         predicted_for = CostProfile.read(options.cost_profile)
     elif options.gpu is not None:
         predicted_for = roofline(options.gpu, options.model_size)
-    tokenizer = Tokenizer(engine.model)
-    workload = read_workload(options, engine.model, tokenizer)
-    reasons = {row.name: unusable(row, engine.draft_models, engine.model) for row in rows}
+    tokenizer = Tokenizer(engine.folder)
+    workload = read_workload(options, engine.folder, tokenizer)
+    reasons = {row.name: unusable(row, engine.draft_folders, engine.folder) for row in rows}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     prepare(options.out, files_of(NAME))
     console = Console(highlight=False)
@@ -84,10 +80,7 @@ def run_comparison(options: CompareFlags, rows: Sequence[Row], engine: EngineOpt
     with console.status("measuring steps"):
         profile = measure_steps(model, engine, sorted({1, *options.concurrency, BATCH}))
     comparison = Comparison(settings_of(engine, workload), profile, predicted_for, made_with(), (), skipped)
-    usable = {
-        condition: [row for row in rows_of(options, rows, condition) if row.name not in skipped]
-        for condition in conditions_of(options)
-    }
+    usable = rows_by_condition(options, [row for row in rows if row.name not in skipped])
     count = count_outputs(usable, workload)
     # Steps with drafts are longer, and fewer.
     token_ms = mean(profile.step(each, each) / each for each in options.concurrency)
@@ -121,7 +114,6 @@ def run_comparison(options: CompareFlags, rows: Sequence[Row], engine: EngineOpt
                 write_reports(
                     replace(comparison, partial=f"Partial: {ended:,} of {count:,} outputs"), options.out, NAME
                 )
-                progress.show(_table(comparison, results[-1].condition, console))
         except StoppedError as reason:
             comparison = replace(comparison, partial=f"Partial: {reason} after {ended:,} of {count:,} outputs")
     if not any(result.row.name != "none" for result in comparison.results):
@@ -138,15 +130,9 @@ def measure(
 ) -> Iterator[Sequence[Result]]:
     """Yield all results so far, whenever there are new ones. Add rows that cannot be built, and why, to `skipped`."""
     before: list[Result] = []
-    outputs: dict[Condition, Counted] = {}
     for condition, rows in rows_of.items():
-        if not rows:
-            continue
-        plain = replace(condition, verification="exact")
-        if plain not in outputs:
-            outputs[plain] = trial.count(BASELINE, plain)
         found: list[Result] = []
-        for found in trial.run(rows, condition, outputs[plain], skipped.__setitem__):
+        for found in trial.run(rows, condition, skipped.__setitem__) if rows else ():
             yield [*before, *found]
         before += found
 
@@ -178,14 +164,14 @@ def settings_of(engine: EngineOptions, workload: Workload) -> dict[str, object]:
     """Return the settings that all results have in common."""
     tokens = np.concatenate([*workload.earlier, *workload.measured])
     return {
-        "model": engine.model.name,
+        "model": engine.folder.name,
         "device": engine.device,
         "dtype": engine.dtype,
         "prompts": hashlib.sha256(tokens.tobytes()).hexdigest()[:16],
         "earlier_requests": len(workload.earlier),
         "requests": len(workload.measured),
         "max_tokens": workload.max_tokens,
-        "max_draft": engine.config.max_draft,
+        "max_draft": engine.max_draft,
     }
 
 
@@ -211,21 +197,16 @@ def report(comparison: Comparison, out: Path, name: str, console: Console) -> No
     if comparison.partial:
         console.print(comparison.partial, markup=False, style="bold yellow")
     for condition in comparison.tables:
-        console.print(_table(comparison, condition, console))
+        console.print(console_table(*table_of(comparison, condition, console.width), title=str(condition)))
     for note in notes(comparison, console.width):
         console.print(note, markup=False, style="dim")
     console.print(comparison.recommendation(), markup=False, style="bold")
     console.print(f"wrote {', '.join(files_of(name))} into {out}", markup=False)
 
 
-def _table(comparison: Comparison, condition: Condition, console: Console) -> Table:
-    return console_table(*table_of(comparison, condition, console.width), title=str(condition))
-
-
 def count_outputs(rows_of: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:
     """Return the number of outputs that all engines produce together."""
-    baselines = {replace(condition, verification="exact") for condition, rows in rows_of.items() if rows}
-    runs = len(baselines) + sum(1 + 2 * len(rows) for rows in rows_of.values() if rows)
+    runs = sum(2 + 2 * len(rows) for rows in rows_of.values() if rows)
     every = [row for rows in rows_of.values() for row in rows]
     earlier = sum(workload.earlier_count(row, verifies_all=each) for row in every for each in (False, True))
     return runs * len(workload.measured) + earlier

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -30,7 +29,6 @@ from engine.commands.compare.workload import (
     find_lengths,
     make_tasks,
     make_workload,
-    most_requests,
 )
 from engine.commands.options import DemoFlags, EngineOptions
 from engine.commands.progress import LongProgress
@@ -50,18 +48,17 @@ from ssd.errors import UserError
 
 NAME = "run"
 """Name of the files, without their endings."""
-PROBE_REQUESTS = 8
-PROBE_TASKS = 2
-MIN_REQUESTS, MAX_REQUESTS = 120, 300
-"""Bounds of the number of requests: fewer make a tenth of the workload too small, more show nothing new."""
-WORKLOAD_S = 150.0
-"""Target duration of the requests in seconds; with start-up, the run takes about three minutes."""
 PARTS = 10
 SIDECAR_OPTIONS = ("--capacity", "1M")
 LENGTHS_CONFIG = EngineConfig(max_sequences=16)
 """Settings of the untimed run that finds where outputs end."""
 DRAFTER = Row("ssd-remote", "ssd-remote", {"deadline_s": "0.25"}, EngineConfig.max_draft, False, "path")
 """Its deadline is so long that a stalled machine causes a slow step and not a missing draft."""
+FUNCTIONS = (
+    f"Requests: {EXACT_SHARE:.0%} exact repeats, {NEAR_SHARE:.0%} near repeats, the rest new; an output ends at the "
+    "end of its function, before a repeated line, or within an overlong line."
+)
+TASKS = "Requests: edits of code, quotes from a text, answers in JSON and turns of an agent, none of which repeats."
 NOTES = (
     "Each request runs alone, once without drafts and once with them; the corpus of the sidecar starts empty.",
     "tokens per step: all draft tokens that the sidecar sends are verified.",
@@ -96,37 +93,30 @@ def demonstrate(options: DemoFlags) -> bool:
     console = Console()
     folder = find_model(options.model)
     tokenizer = Tokenizer(folder)
-    prompts, tasks = _read_workload(folder, tokenizer, options)
+    items = _read_workload(folder, tokenizer, options)
+    console.print(f"{len(items)} requests to {folder.name}, without drafts and with those of a sidecar", markup=False)
     model = pack(load_model(folder))
-    sampling = SamplingParams(options.max_tokens, options.temperature)
+    with console.status("finding where each output ends (not timed)"):
+        requests = requests_of(items, model, tokenizer, SamplingParams(options.max_tokens, options.temperature))
     condition = Condition("exact", options.temperature, 1)
     lost: list[str] = []
     rounds: list[Round] = []
     with running_sidecar(*SIDECAR_OPTIONS) as sidecar:
-        engines = EngineOptions(folder, "cpu", address=sidecar.address, config=EngineConfig(max_sequences=1))
+        engines = EngineOptions(folder=folder, device="cpu", address=sidecar.address, max_sequences=1)
         trial = Trial(model, tokenizer, engines, Workload((), (), options.max_tokens), lost.append, lambda *_: None)
         with trial.running([BASELINE, DRAFTER], condition, verifies_all=True) as cases:
-            probes = [WorkItem("new", prompt, seed=0) for prompt in prompts[:PROBE_REQUESTS]] or tasks[:PROBE_TASKS]
-            began = time.perf_counter()
-            # These requests, which also warm up both engines, stay out of the corpus and of the prefix cache.
-            for request in requests_of(probes, model, tokenizer, sampling):
-                for run in cases:
-                    run([replace(request, learn=False, salt="probe")])
-            seconds = (time.perf_counter() - began) / len(probes)
-            count = len(tasks) or options.requests or choose_requests(seconds, len(prompts))
-            console.print(_introduction(folder.name, tasks, count, seconds))
-            items = tasks or make_workload(prompts, count, options.seed)
-            with console.status("finding where each output ends (not timed)"):
-                requests = requests_of(items, model, tokenizer, sampling)
+            # Warms up both engines, and stays out of the corpus and of the prefix cache.
+            for run in cases:
+                run([replace(requests[0], learn=False, salt="warm-up")])
             turns = alternated(dict(enumerate(cases)), ([request] for request in requests))
-            with LongProgress(console, count) as progress:
+            with LongProgress(console, len(items)) as progress:
                 for item, turn in zip(items, turns, strict=True):
                     rounds.append(Round(item, turn[0], turn[1]))
                     if lost:
                         raise UserError(f"{lost[0]}; the figures would be wrong, so run again")
-                    recent = result_of("", rounds[-max(10, count // 10) :], condition)
+                    recent = result_of("", rounds[-max(10, len(items) // 10) :], condition)
                     progress.advance(1, f"{recent.tokens_per_s:,.0f} tokens/s, {recent.speedup:.2f}x")
-    settings = {"model": folder.name, "requests": count, "drafter": DRAFTER.name}
+    settings = {"model": folder.name, "requests": len(items), "drafter": DRAFTER.name}
     settings |= {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
     comparison = comparison_of(rounds, condition, settings)
     report(comparison, options.out, NAME, console)
@@ -159,38 +149,16 @@ def requests_of(
     return [unique[item.prompt, item.seed] for item in items]
 
 
-def _read_workload(folder: Path, tokenizer: Tokenizer, options: DemoFlags) -> tuple[list[str], list[WorkItem]]:
-    """Return prompts of functions to complete, or tasks for a chat model whose folder has no such prompts.
+def _read_workload(folder: Path, tokenizer: Tokenizer, options: DemoFlags) -> list[WorkItem]:
+    """Return functions to complete, or tasks for a chat model whose folder has no prompts.
 
     Raises UserError if the model can do neither, and for too few prompts.
     """
     if (folder / PROMPTS_FILE).exists():
-        prompts = read_texts(folder / PROMPTS_FILE)
-        if options.requests is not None:
-            make_workload(prompts, options.requests, options.seed)  # Fails here if there are too few prompts.
-        return prompts, []
+        return make_workload(read_texts(folder / PROMPTS_FILE), options.requests, options.seed)
     if load_chat_template(folder) is None:
         raise UserError(f"{folder} has neither a {PROMPTS_FILE}, with functions to complete, nor a chat template")
-    return [], make_tasks(ChatPrompts(folder, tokenizer), options.seed)[: options.requests]
-
-
-def choose_requests(seconds: float, prompts: int) -> int:
-    """Return the number of requests of `seconds` each that fit into `WORKLOAD_S`, within the bounds."""
-    return min(most_requests(prompts), max(MIN_REQUESTS, min(MAX_REQUESTS, int(WORKLOAD_S / seconds))))
-
-
-def _introduction(model: str, tasks: Sequence[WorkItem], count: int, seconds: float) -> str:
-    kinds = (
-        "edits of code, quotes from a text, answers in JSON and turns of an agent, none of which repeats"
-        if tasks
-        else f"{EXACT_SHARE:.0%} exact repeats, {NEAR_SHARE:.0%} near repeats, the rest new; an output ends at the end "
-        "of its function, before a repeated line, or within an overlong line"
-    )
-    return (
-        f"{count} requests go to [bold]{escape(model)}[/] one at a time: {kinds}.\nEach is run both without drafts and "
-        f"with a sidecar that starts empty. The first ones took {seconds:.2f} s each, so the run takes about "
-        f"{count * seconds / 60:.1f} minutes."
-    )
+    return make_tasks(ChatPrompts(folder, tokenizer), options.seed)[: options.requests]
 
 
 # --- Results
@@ -215,7 +183,8 @@ def comparison_of(rounds: Sequence[Round], condition: Condition, settings: dict[
         f"{new.figures.tokens_per_step:.2f} tokens per step."
     )
     loops = sum(int(find_loops(each.tokens).sum()) for each in rounds) / sum(len(each.tokens) for each in rounds)
-    notes = [*NOTES, f"{loops:.0%} of the output tokens are part of loops, which any drafter predicts."]
+    workload = TASKS if rounds[0].item.task else FUNCTIONS
+    notes = [workload, *NOTES, f"{loops:.0%} of the output tokens are part of loops, which any drafter predicts."]
     if differing := [str(number) for number, each in enumerate(rounds, 1) if not each.is_same]:
         notes.append(f"Outputs differ in requests {', '.join(differing)}.")
     return Comparison(settings, None, None, made_with(), results, conclusion=conclusion, notes=notes)

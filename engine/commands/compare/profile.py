@@ -34,12 +34,12 @@ def write_profile(options: EngineOptions, rows: Sequence[Row], concurrency: Sequ
     console = Console(highlight=False)
     usable = []
     for row in rows:
-        if reason := unusable(row, options.draft_models, options.model):
+        if reason := unusable(row, options.draft_folders, options.folder):
             console.print(f"{escape(row.name)} is skipped: {escape(reason)}")
         else:
             usable.append(row)
     model = load(options)
-    tokenizer = Tokenizer(options.model)
+    tokenizer = Tokenizer(options.folder)
     drafter_ms: dict[str, dict[int, dict[int, float]]] = {}
     with console.status("measuring steps") as status:
         profile = measure_steps(model, options, concurrency)
@@ -56,24 +56,24 @@ def write_profile(options: EngineOptions, rows: Sequence[Row], concurrency: Sequ
 def measure_steps(model: Decoder, options: EngineOptions, concurrency: Sequence[int]) -> CostProfile:
     """Return the durations of steps with up to `max_draft` draft tokens for each of `concurrency` sequences."""
     most = max(concurrency)
-    rows = most * (1 + options.config.max_draft)
-    config = replace(options.config, max_sequences=most, max_step_tokens=max(options.config.max_step_tokens, rows))
+    rows = most * (1 + options.max_draft)
+    config = replace(options, max_sequences=most).config
     executors = build_executors(model, config, options.attention, COMMON_SAMPLING, lambda _: None, measure=True)
     assert executors.curve is not None
     step_ms = {
         tokens: {
             sequences: round(1e3 * float(executors.curve.seconds(tokens, sequences)), 6)
             for sequences in concurrency
-            if sequences <= tokens <= sequences * (1 + config.max_draft)
+            if sequences <= tokens <= sequences * (1 + options.max_draft)
         }
         for tokens in sorted({*concurrency, rows, *(size for size in SIZES if size < rows)})
     }
-    return CostProfile(device_name(model), options.model.name, {size: row for size, row in step_ms.items() if row})
+    return CostProfile(device_name(model), options.folder.name, {size: row for size, row in step_ms.items() if row})
 
 
 def measure_drafting(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, row: Row, sequences: int) -> float:
     """Return the median time that drafting adds to a step of some sequences with random prompts, in seconds."""
-    room = model.config.max_positions - TOKENS - options.config.max_draft - 2
+    room = model.config.max_positions - TOKENS - options.max_draft - 2
     size = (sequences, max(1, min(PROMPT_TOKENS, room)))
     prompts = np.random.default_rng(0).integers(model.config.vocab_size, size=size, dtype=np.uint32)
     trial = Trial(model, tokenizer, options, Workload((), [*prompts], TOKENS), lambda _: None, lambda *_: None)

@@ -40,25 +40,19 @@ class Step(NamedTuple):
 class Output:
     """The tokens of one request, and its verify steps."""
 
-    parts: list[np.ndarray] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """uint32 [n]."""
-        return np.concatenate(self.parts) if self.parts else np.empty(0, np.uint32)
-
-    def add(self, tokens: np.ndarray, accepted: int, depths: np.ndarray) -> int:
-        """Add the tokens of a step, uint32 [n], of which the first are accepted; return the length of the output.
+    def add(self, tokens: np.ndarray, accepted: int, depths: np.ndarray) -> None:
+        """Add the tokens of a step, uint32 [n], of which the first are accepted.
 
         depths: int64 [k], of the verified draft tokens. The step that computes the prompt is not a verify step: most
         drafters cannot draft before it.
         """
-        start = sum(map(len, self.parts))
-        self.parts.append(tokens)
-        if start > 0:
-            self.steps.append(Step(start, len(tokens), accepted, tuple(np.bincount(depths)[1:].tolist())))
-        return start + len(tokens)
+        if self.tokens:
+            drafted = tuple(np.bincount(depths)[1:].tolist())
+            self.steps.append(Step(len(self.tokens), len(tokens), accepted, drafted))
+        self.tokens += tokens.tolist()
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class Figures:
         """Compute the figures from the steps that start within the first `length` tokens of each output."""
         steps, outside = list[Step](), list[Step]()
         for output in outputs:
-            loops = find_loops(output.tokens)
+            loops = find_loops(np.array(output.tokens, np.uint32))
             own = [step for step in output.steps if step.start < length]
             steps += own
             outside += [step for step in own if not loops[step.start]]
@@ -117,7 +111,9 @@ def run_group(
             continue
         for index in np.flatnonzero(result.lengths).tolist():
             sequence_id, depths = int(result.ids[index]), result.draft_depths[result.draft_of(index)]
-            if outputs[sequence_id].add(result.tokens_of(index), int(result.accepted[index]), depths) >= length:
+            output = outputs[sequence_id]
+            output.add(result.tokens_of(index), int(result.accepted[index]), depths)
+            if len(output.tokens) >= length:
                 engine.cancel(sequence_id)
     return list(outputs.values())
 

@@ -63,7 +63,7 @@ def parse_rows(text: str, depths: Sequence[int], shape: DraftShape | Literal["au
     for part in _expanded(text.split(",")):
         drafter, *pairs = part.split("@")
         options = dict(_pair(part, pair) for pair in pairs)
-        has_depth = any(kind in KINDS and DEPTH in KINDS[kind].options for kind in parse_kinds(drafter))
+        has_depth = any(kind in KINDS and DEPTH in KINDS[kind].option_names for kind in parse_kinds(drafter))
         of_row = [_number(DEPTH, options.pop(DEPTH))] if DEPTH in options else depths
         for depth in of_row if has_depth else of_row[:1]:
             row = _row(drafter, dict(options), depth, has_depth, shape)
@@ -81,7 +81,7 @@ def unusable(row: Row, draft_models: Mapping[str, Path], target: Path) -> str | 
     """
     config = configure(row.drafter, DrafterConfig(), row.options)
     for kind in row.kinds:
-        if kind in KINDS and SNAPSHOT_PATH in KINDS[kind].options and SNAPSHOT_PATH not in row.options:
+        if kind in KINDS and SNAPSHOT_PATH in KINDS[kind].option_names and SNAPSHOT_PATH not in row.options:
             return f"no corpus: give {row.name}@{SNAPSHOT_PATH}=SNAPSHOT, which `{MAKE_SNAPSHOT}` makes"
         try:
             check_kind(kind, config, draft_models.get(kind), target)

@@ -110,14 +110,15 @@ class Trial:
     """Called with the report of each step. An exception that it raises ends the trial."""
 
     def run(
-        self, rows: Sequence[Row], condition: Condition, expected: Counted, skip: Callable[[str, str], None]
+        self, rows: Sequence[Row], condition: Condition, skip: Callable[[str, str], None]
     ) -> Iterator[list[Result]]:
-        """Yield the results so far, that of the baseline (`expected`) first.
+        """Yield the results so far, that of the baseline first.
 
         Yields once for each row as soon as its tokens per step are known, and then after each timed round of all rows.
 
         skip: called with the name of a drafter that cannot be built, and the reason.
         """
+        expected = self.count(BASELINE, replace(condition, verification="exact"))
         counted = [(BASELINE, expected)]
         for row in rows:
             try:
@@ -148,8 +149,7 @@ class Trial:
         with ExitStack() as stack:
             cases = []
             for row in rows:
-                engine = stack.enter_context(closing(self._engine(row, condition, verifies_all=verifies_all)))
-                self._run_earlier(engine, row, condition, verifies_all=verifies_all)
+                engine = stack.enter_context(self._engine(row, condition, verifies_all=verifies_all))
                 cases.append(partial(self._turn, engine, row))
             yield cases
 
@@ -180,8 +180,7 @@ class Trial:
 
     def count(self, row: Row, condition: Condition) -> Counted:
         """Run the measured requests after the earlier ones, and verify all draft tokens."""
-        with closing(self._engine(row, condition, verifies_all=True)) as engine:
-            self._run_earlier(engine, row, condition, verifies_all=True)
+        with self._engine(row, condition, verifies_all=True) as engine:
             times: list[StageTimes] = []
 
             def observe(report: StepReport) -> None:
@@ -207,38 +206,33 @@ class Trial:
         self.advance(len(requests), row.name)
         return Turn(completions, timer.wall_s)
 
-    def _run_earlier(self, engine: Engine, row: Row, condition: Condition, *, verifies_all: bool) -> None:
-        if row is not BASELINE:
-            count = self.workload.earlier_count(row, verifies_all=verifies_all)
-            earlier = self.workload.earlier_requests(condition, count)
-            for group in groups(earlier, BATCH):
-                engine.generate(group, self.observe)
-                self.advance(len(group), row.name)
-            time.sleep(INDEXING_S if row.remembers and earlier else 0)
-
     def _is_same(self, outputs: Sequence[Output], expected: Sequence[Output], turns: Sequence[Turn]) -> bool:
         """Return whether the outputs of both runs of a row are the expected ones; the second may not be complete."""
         length = self.workload.max_tokens
-        timed = [completion.tokens for turn in turns for completion in turn.completions]
-        pairs = [
-            *zip((output.tokens for output in outputs), expected, strict=True),
-            *zip(timed, expected, strict=False),
-        ]
-        return all(np.array_equal(tokens[:length], other.tokens[:length]) for tokens, other in pairs)
+        timed = (completion.tokens.tolist() for turn in turns for completion in turn.completions)
+        found = [*(output.tokens for output in outputs), *timed]
+        pairs = zip(found, [*expected, *expected], strict=False)
+        return all(tokens[:length] == other.tokens[:length] for tokens, other in pairs)
 
-    def _engine(self, row: Row, condition: Condition, *, verifies_all: bool) -> Engine:
-        config = self.options.config
-        sequences = max(BATCH, condition.concurrency)
-        config = replace(
-            config,
-            max_sequences=sequences,
-            max_step_tokens=max(config.max_step_tokens, sequences * (1 + config.max_draft)),
-            verification=condition.verification,
+    @contextmanager
+    def _engine(self, row: Row, condition: Condition, *, verifies_all: bool) -> Iterator[Engine]:
+        """Build the engine of a row, and let all but the baseline's run the earlier requests."""
+        options = replace(
+            self.options,
+            drafter=row.drafter,
+            drafter_options=row.options,
             draft_shape=row.shape,
+            verification=condition.verification,
+            max_sequences=max(BATCH, condition.concurrency),
         )
-        options = replace(self.options, drafter=row.drafter, drafter_options=row.options, config=config)
 
         def warn(text: str) -> None:
             self.warn(f"{row.name}: {text}")
 
-        return launch(self.model, self.tokenizer, options, warn, notify=lambda _: None, verifies_all=verifies_all)
+        built = launch(self.model, self.tokenizer, options, warn, notify=lambda _: None, verifies_all=verifies_all)
+        with closing(built) as engine:
+            count = 0 if row is BASELINE else self.workload.earlier_count(row, verifies_all=verifies_all)
+            for group in groups(self.workload.earlier_requests(condition, count), BATCH):
+                self._turn(engine, row, group)
+            time.sleep(INDEXING_S if count and row.remembers else 0)
+            yield engine

@@ -80,11 +80,6 @@ def make_workload(prompts: Sequence[str], count: int, seed: int) -> list[WorkIte
     return items
 
 
-def most_requests(prompts: int) -> int:
-    """Return the largest number of requests for which `prompts` prompts suffice."""
-    return int(prompts / (1 - EXACT_SHARE - NEAR_SHARE) + 1e-9)
-
-
 def _repeat(original: WorkItem, kind: Kind, rng: random.Random) -> WorkItem:
     prompt = edit_beginning(original.prompt, rng) if kind == "near repeat" else original.prompt
     return replace(original, kind=kind, prompt=prompt)

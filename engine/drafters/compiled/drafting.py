@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from engine.attention.plain import PlainAttention
-from engine.drafters.calibration import AcceptanceTable
-from engine.drafters.compiled.layers import HIDDEN, Cache, Network
+from engine.drafters.compiled.layers import HIDDEN, Network, NetworkCache
 from engine.drafters.compiled.paths import PathSettings, PathTokens, draft_paths, run_rows
 from engine.drafters.draft_forward import DraftSpan
 from engine.drafters.drafts import Drafts
 from engine.drafters.pricing import DepthPrice
 from engine.models.heads.head import HeadOutput
 from engine.scheduling.sequence import Sequence
+from ssd.acceptance import AcceptanceTable
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 
-class Drafted(NamedTuple):
+class DraftedPaths(NamedTuple):
     """Paths of a step."""
 
     drafts: Drafts
@@ -37,7 +37,7 @@ class Drafted(NamedTuple):
 class CompiledDrafting:
     """A compiled network with its cache."""
 
-    def __init__(self, network: Network, cache: Cache) -> None:
+    def __init__(self, network: Network, cache: NetworkCache) -> None:
         self.network = network
         self._cache = cache
 
@@ -67,7 +67,7 @@ class CompiledDrafting:
         price: DepthPrice,
         depth: int,
         source: int,
-    ) -> Drafted:
+    ) -> DraftedPaths:
         """Draft paths of at most `depth` tokens after the last committed tokens, whose output is given.
 
         rooms: int64 [B], largest number of draft tokens of each sequence.
@@ -81,7 +81,7 @@ class CompiledDrafting:
             np.array([each.temperature if each.is_sampled else 0.0 for each in samplings], np.float64),
             np.array([each.seed for each in samplings], np.int64),
             table.rates,
-            *price,
+            price,
         )
         paths = PathTokens(
             np.empty((count, depth), np.int64),
@@ -94,14 +94,14 @@ class CompiledDrafting:
         began = perf_counter()
         passes, stopped = draft_paths(self.network, self._cache, pages, starts, hidden, states, settings, paths)
         seconds = (perf_counter() - began) / (passes + 1)
-        return Drafted(_drafts_of(paths, source), paths.run, seconds if passes else None, bool(stopped))
+        return DraftedPaths(_drafts_of(paths, source), paths.run, seconds if passes else None, bool(stopped))
 
 
-def cache_of(attention: PlainAttention) -> Cache:
+def cache_of(attention: PlainAttention) -> NetworkCache:
     """Return the keys and values of float32 layers without latent attention, on a CPU."""
     keys, values = attention.pages
     assert values is not None
-    return Cache(keys.numpy(), values.numpy(), attention.first_slot)
+    return NetworkCache(keys.numpy(), values.numpy(), attention.first_slot)
 
 
 def _page_tables(tables: SequenceOf[list[int]]) -> tuple[np.ndarray, np.ndarray]:

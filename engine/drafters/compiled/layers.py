@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.drafters.compiled.matrices import multiply
+from engine.sampling.choice import exponentials, softmax_weights
 from ssd.kernels.jit import FloatPages, FloatRows, FloatsOut, Int, LongRows, Longs, SmallInts, fields_of, vectorized
 
 # Matrices and norms of a layer: rows of `Network.matrices`, elements of `Network.norms`. Those of the whole network
@@ -40,9 +41,6 @@ EPS, TURN_SCALE, FREQUENCIES = range(3)
 """Constant of the norms; factor of cosines and sines; the first frequency of rope."""
 
 NO_NORM = -1
-LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
-"""Constants of `exponentials`; the logarithm of 2 in two parts (Cody and Waite, 1980)."""
-LOWEST_EXPONENT = np.float32(-87.0)
 
 
 class Network(NamedTuple):
@@ -65,7 +63,7 @@ class Network(NamedTuple):
     """int64: the target's token of each logit; empty if both vocabularies are equal."""
 
 
-class Cache(NamedTuple):
+class NetworkCache(NamedTuple):
     """Keys and values of a network's layers in pages."""
 
     keys: np.ndarray
@@ -76,7 +74,7 @@ class Cache(NamedTuple):
     """First slot of a sequence that is attended to."""
 
 
-class Rows(NamedTuple):
+class NetworkRows(NamedTuple):
     """N tokens that run together. The slot of a token in its sequence is its position."""
 
     tokens: np.ndarray
@@ -92,7 +90,7 @@ class Rows(NamedTuple):
 
 
 NETWORK = fields_of(Network, SmallInts, FloatsOut, LongRows, Longs, Longs, FloatRows, Longs)
-CACHE = fields_of(Cache, FloatPages, FloatPages, Int)
+CACHE = fields_of(NetworkCache, FloatPages, FloatPages, Int)
 """Types in the signatures of kernels."""
 
 
@@ -265,45 +263,3 @@ def _feed_forward(network, first, rows, out):
         for index in range(size):
             product[index] = gate[index] * up[index] / (np.float32(1.0) + product[index])
     project(network, first + DOWN, gated, out)
-
-
-@vectorized
-def softmax_weights(values, scratch):
-    """Replace values by exponentials of their differences from the largest; return the sum."""
-    largest = values[0]
-    for index in range(1, len(values)):
-        largest = max(largest, values[index])
-    for index in range(len(values)):
-        values[index] -= largest
-    exponentials(values, scratch)
-    total = np.float32(0.0)
-    for index in range(len(values)):
-        total += values[index]
-    return total
-
-
-@vectorized
-def exponentials(values, scratch):
-    """Replace values by their exponentials, to a relative error of 1e-6, from `LOWEST_EXPONENT` to 87.
-
-    Other values are first replaced by the nearer limit. scratch: int32, at least as long. The loops make no calls, so
-    that they are compiled to vector operations: exp(x) = 2 ** n * exp(r) with |r| <= ln(2) / 2; the polynomial is
-    Cephes' (Moshier, 1992).
-    """
-    powers = scratch.view(np.float32)
-    for index in range(len(values)):
-        x = min(max(values[index], LOWEST_EXPONENT), -LOWEST_EXPONENT)
-        # Conversion rounds towards zero, and the sum is positive.
-        exponent = np.int32(x * LOG2_E + np.float32(127.5))
-        n = np.float32(exponent - np.int32(127))
-        r = x - n * LN2_HIGH - n * LN2_LOW
-        p = np.float32(1.9875691500e-4)
-        p = p * r + np.float32(1.3981999507e-3)
-        p = p * r + np.float32(8.3334519073e-3)
-        p = p * r + np.float32(4.1665795894e-2)
-        p = p * r + np.float32(1.6666665459e-1)
-        p = p * r + np.float32(5.0000001201e-1)
-        values[index] = p * r * r + r + np.float32(1.0)
-        scratch[index] = np.int32(exponent) << np.int32(23)
-    for index in range(len(values)):
-        values[index] *= powers[index]

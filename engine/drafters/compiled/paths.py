@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.drafters.calibration import DEPTHS, EDGES
 from engine.drafters.compiled.layers import (
     CACHE,
     COMBINE,
@@ -27,14 +26,16 @@ from engine.drafters.compiled.layers import (
     TOKENS,
     VOCABULARY,
     ZEROES_FIRST,
-    Rows,
+    NetworkRows,
     normalize,
     project,
     run_layers,
     slot_of,
-    softmax_weights,
 )
 from engine.drafters.compiled.matrices import OUTPUTS
+from engine.drafters.pricing import DepthPrice
+from engine.sampling.choice import NONE, choose
+from ssd.acceptance import DEPTHS, EDGES
 from ssd.kernels.jit import (
     Doubles,
     Float,
@@ -47,90 +48,6 @@ from ssd.kernels.jit import (
     kernel,
     vectorized,
 )
-from ssd.kernels.noise import Sampling, bits_of, gumbel, key_at
-
-CONSIDERED = 256
-"""Number of most likely tokens that are sampled from, like `engine.sampling.draft_sampler.CONSIDERED`."""
-HALVINGS = 40
-"""Largest number of steps of the search for the bound of these tokens; more would not change a float32."""
-NONE = -1
-"""Returned instead of a token where logits are not numbers."""
-
-
-@vectorized
-def choose(logits, vocabulary, temperature, seed, position):
-    """Return the token that a request drafts, `NONE` if logits are not numbers, and its score (`SampledTokens.scores`).
-
-    logits: float32 [draft vocabulary], overwritten. vocabulary: see `layers.Network`. temperature: 0 for greedy.
-    position: index of the token in its sequence.
-    """
-    best = 0
-    for index in range(1, len(logits)):
-        if logits[index] > logits[best]:
-            best = index
-    if not logits[best] > -np.inf:
-        return np.int64(NONE), np.float32(0.0)
-    if temperature == 0:
-        scratch = np.empty(len(logits), np.int32)
-        return _token(vocabulary, best), np.float32(1.0) / softmax_weights(logits, scratch)
-    kept = np.empty(min(CONSIDERED, len(logits)), np.int64)
-    noisy = np.empty(len(kept), np.float32)
-    _keep_likeliest(logits, logits[best], kept)
-    key = key_at(Sampling(True, seed, np.int64(0)), position)
-    best = 0
-    for index in range(len(kept)):
-        noise = np.float32(gumbel(bits_of(key, _token(vocabulary, kept[index]))))
-        noisy[index] = logits[kept[index]] / temperature + noise
-        if noisy[index] > noisy[best]:
-            best = index
-    token = _token(vocabulary, kept[best])
-    return token, np.float32(1.0) / softmax_weights(noisy, np.empty(len(kept), np.int32))
-
-
-@vectorized
-def _token(vocabulary, index):
-    """Return the target's token of a logit."""
-    return vocabulary[index] if len(vocabulary) else np.int64(index)
-
-
-@vectorized
-def _keep_likeliest(logits, largest, kept):
-    """Write the indices of the `len(kept)` largest logits in ascending order; `largest`: the largest logit.
-
-    Among equal logits at the bound, those of lower tokens are kept.
-    """
-    low = high = largest
-    for index in range(len(logits)):
-        low = min(low, logits[index])
-    # At least `len(kept)` logits reach `low`, and fewer reach `high`, unless that many equal the largest.
-    for _ in range(HALVINGS):
-        if _count_from(logits, low) == len(kept):
-            break
-        middle = low + (high - low) * np.float32(0.5)
-        if _count_from(logits, middle) >= len(kept):
-            low = middle
-        else:
-            high = middle
-    ties = max(0, len(kept) - _count_from(logits, high))
-    size = 0
-    for index in range(len(logits)):
-        if size == len(kept) or logits[index] < low:
-            continue
-        if logits[index] < high:
-            if ties == 0:
-                continue
-            ties -= 1
-        kept[size] = index
-        size += 1
-
-
-@vectorized
-def _count_from(logits, bound):
-    """Return the number of logits of at least a bound."""
-    count = np.int32(0)
-    for index in range(len(logits)):
-        count += np.int32(logits[index] >= bound)
-    return count
 
 
 class PathSettings(NamedTuple):
@@ -146,12 +63,7 @@ class PathSettings(NamedTuple):
     """int64 [B]."""
     rates: np.ndarray
     """float32 [2 * DEPTHS, intervals]: see `AcceptanceTable.rates`."""
-    acceptance: float
-    """Recent rate of acceptance, the factor from a token's path probability to that of its child."""
-    least: float
-    """Smallest path probability of a token to draft."""
-    worthwhile: float
-    """Expected number of tokens above which a further position is drafted; negative: always."""
+    price: DepthPrice
 
 
 class PathTokens(NamedTuple):
@@ -169,7 +81,7 @@ class PathTokens(NamedTuple):
     """int64 [B]: number of these tokens that were run, so that their keys and values are stored."""
 
 
-SETTINGS = fields_of(PathSettings, Longs, Longs, Doubles, Longs, FloatRows, Float, Float, Float)
+SETTINGS = fields_of(PathSettings, Longs, Longs, Doubles, Longs, FloatRows, fields_of(DepthPrice, Float, Float, Float))
 PATHS = fields_of(PathTokens, LongRows, FloatRows, FloatRows, Longs, Longs)
 
 
@@ -216,18 +128,20 @@ def _extend(network, hidden, states, depth, settings, paths, active, tokens, pat
         own = active[row]
         temperature = np.float32(settings.temperatures[own])
         position = settings.lengths[own] + depth
-        token, score = choose(logits[row], network.vocabulary, temperature, settings.seeds[own], position)
+        chosen, scores = paths.tokens[own, depth : depth + 1], paths.scores[own, depth : depth + 1]
+        chosen[0] = NONE
+        choose(logits[row], network.vocabulary, temperature, settings.seeds[own], position, chosen, scores)
+        token = chosen[0]
         if token == NONE:
             continue
-        accept_prob = _accept_prob(settings.rates, temperature > 0, depth, score)
-        paths.tokens[own, depth], paths.scores[own, depth] = token, score
+        accept_prob = _accept_prob(settings.rates, temperature > 0, depth, scores[0])
         paths.accept_prob[own, depth] = accept_prob
         paths.counts[own] += 1
         path_prob[own] *= accept_prob
         if paths.counts[own] < settings.rooms[own]:
             active[kept], tokens[kept] = own, token
             states[kept] = states[row]
-            gain += max(0.0, path_prob[own] * settings.acceptance - settings.least)
+            gain += max(0.0, path_prob[own] * settings.price.acceptance - settings.price.least)
             kept += 1
     return kept, gain
 
@@ -243,10 +157,10 @@ def _accept_prob(rates, is_sampled, depth, score):
 def run_rows(network, cache, tokens, positions, owner, pages, starts, stored, hidden, states):
     """Run tokens whose states are stored in the slots before their own.
 
-    The five arrays after the cache are those of `layers.Rows`. stored: float32 [cache slots, S]. Writes the inputs of
-    the projection to logits and the states for the next positions: float32 [N, hidden size], [N, S].
+    The five arrays after the cache are those of `layers.NetworkRows`. stored: float32 [cache slots, S]. Writes the
+    inputs of the projection to logits and the states for the next positions: float32 [N, hidden size], [N, S].
     """
-    rows = Rows(tokens, positions, owner, pages, starts)
+    rows = NetworkRows(tokens, positions, owner, pages, starts)
     if states.shape[1] > 0:
         page_size = cache.keys.shape[2]
         for row in range(len(tokens)):
@@ -270,13 +184,13 @@ def draft_paths(network, cache, pages, starts, hidden, states, settings, paths):
         count, gain = extended
         if count == 0 or depth + 1 == depths:
             break
-        if settings.worthwhile >= 0 and gain <= settings.worthwhile:
+        if settings.price.worthwhile >= 0 and gain <= settings.price.worthwhile:
             return passes, 1
         owner, positions = active[:count], np.empty(count, np.int64)
         for place in range(count):
             positions[place] = settings.lengths[owner[place]] + depth
             paths.run[owner[place]] += 1
-        rows = Rows(tokens[:count], positions, owner, pages, starts)
+        rows = NetworkRows(tokens[:count], positions, owner, pages, starts)
         _run(network, cache, rows, hidden[:count], states[:count])
         passes += 1
     return passes, 0

@@ -8,16 +8,21 @@ files import its language as `tl` for type checkers only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from engine.executor.optional import has_triton
-
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed, whether or not a device can run its kernels."""
+    return find_spec("triton") is not None
 
 
 class Operation(Generic[P, R]):

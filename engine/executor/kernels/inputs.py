@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.executor.device_state import DeviceState
+from engine.executor.device_state import DeviceState, PaddedDrafts, StepInputs
 from engine.executor.kernels.dispatch import Operation, kernel
-from engine.executor.kernels.tensors import Drafts, StepInputs
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -23,7 +22,7 @@ BLOCK = 32
 
 
 def _build_reference(
-    state: DeviceState, request_slots: Tensor, drafts: Drafts, starts: Tensor, rows: int, page_size: int
+    state: DeviceState, request_slots: Tensor, drafts: PaddedDrafts, starts: Tensor, rows: int, page_size: int
 ) -> StepInputs:
     """Return the inputs of a step of `rows` (N) rows.
 
@@ -61,7 +60,7 @@ def _build_reference(
 
 
 def _build_kernel(
-    state: DeviceState, request_slots: Tensor, drafts: Drafts, starts: Tensor, rows: int, page_size: int
+    state: DeviceState, request_slots: Tensor, drafts: PaddedDrafts, starts: Tensor, rows: int, page_size: int
 ) -> StepInputs:
     """Run one program for each sequence, and one for the rows after the last."""
     batch, device = len(request_slots), request_slots.device

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.executor.device_state import NOT_RECORDED, DeviceState
+from engine.executor.device_state import NOT_RECORDED, DeviceState, StepInputs
 from engine.executor.kernels.dispatch import Operation, kernel, next_power_of_2
-from engine.executor.kernels.tensors import StepInputs
 from engine.sampling import noise
 from engine.sampling.noise import Limits, greedy_tokens, lowest_scores
 from engine.scheduling.request import GREEDY_BELOW
@@ -48,17 +47,6 @@ def replayed(state: DeviceState, inputs: StepInputs, tokens: Tensor) -> Tensor:
     """Return the tokens, int64 [N], replaced by recorded outputs where there are any."""
     recorded = state.history[:, 1:][inputs.request_slots, inputs.positions]
     return torch.where(recorded == NOT_RECORDED, tokens, recorded)
-
-
-def _sample_reference(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, limits: Limits | None = None
-) -> Tensor:
-    """Return the target's token for each row of logits, int64 [M]: greedy, or with noise keyed by seed and position.
-
-    logits: float32 [M, V], each row contiguous. temperatures: float64 [M]. seeds: int64 [M]. positions: int64 [M], of
-    the sampled tokens.
-    """
-    return noise.sample_tokens_on_device(logits, temperatures, seeds, positions, limits)
 
 
 def _sample_kernel(
@@ -119,7 +107,7 @@ def _sample(
     tl.store(out_tokens + row * parts + part, best_token)
 
 
-sample_tokens = Operation(_sample_reference, _sample_kernel)
+sample_tokens = Operation(noise.sample_tokens, _sample_kernel)
 
 
 @kernel()

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.executor.device_state import DeviceState
+from engine.executor.device_state import DeviceState, StepInputs, Verified
 from engine.executor.kernels.dispatch import Operation, kernel, next_power_of_2
-from engine.executor.kernels.tensors import StepInputs, Verified
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -66,7 +66,7 @@ def _serve(connection: Connection, settings: RankSettings) -> None:
 
 def _run(connection: Connection, model: ShardedDecoder) -> None:
     """Run messages until `Stop`."""
-    from engine.executor.ranks.runner import open_runner
+    from engine.executor.runner import open_runner
 
     runner: Runner | None = None
     while not isinstance(message := connection.recv(), Stop):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Layer
-from engine.models.heads.head import DraftHead, HeadOutput, NoNorm, normalize
+from engine.models.heads.head import DraftHead, HeadOutput, NoNorm
 from engine.models.heads.source import Blueprint, HeadFolder, Views, config_fields, head_views
 from engine.models.layers import PLAIN, Attend, Ops
 from engine.models.loader import on_meta_device
@@ -34,10 +34,6 @@ class EagleHead(DraftHead):
         self.layer = Layer(config, 0)
         self.layer.set_submodule("input_norm", NoNorm())
 
-    def target_states(self, hidden: Tensor) -> Tensor:
-        """See `DraftHead.target_states`."""
-        return normalize(self.target.norm, hidden[:, 0])
-
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN
     ) -> HeadOutput:
@@ -52,9 +48,7 @@ def read_eagle(source: HeadFolder, target: ModelConfig) -> Blueprint[EagleHead]:
     """Return the EAGLE head of a folder. Raises UserError if it has none, or one for another target."""
     fields = source.fields
     source.refuse_without("fc.weight", "an EAGLE head")
-    source.refuse_other_target(
-        target, hidden_size=source.number(fields, "hidden_size"), vocab_size=source.number(fields, "vocab_size")
-    )
+    source.refuse_other_target(target, fields)
     source.refuse_several_layers(fields, "an EAGLE head")
     config = replace(source.layer_config(fields, BLOCK, target), num_layers=1)
 

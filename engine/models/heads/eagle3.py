@@ -118,7 +118,7 @@ def read_eagle3(source: HeadFolder, target: ModelConfig) -> Blueprint[Eagle3Head
     source.refuse_without(f"{block}hidden_norm.weight", "an EAGLE-3 head")
     size, vocab_size = source.number(fields, "hidden_size"), source.number(fields, "vocab_size")
     target_size = source.number(fields, "target_hidden_size", size)
-    source.refuse_other_target(target, hidden_size=target_size, vocab_size=vocab_size)
+    source.refuse_other_target(target, {**fields, "hidden_size": target_size})
     source.refuse_several_layers(fields, "an EAGLE-3 head")
     _refuse_unsupported(source, fields, size, target_size)
     config = replace(source.layer_config(fields, block, target), num_layers=1)

@@ -44,16 +44,27 @@ KINDS = {
     "eagle3": HeadKind(Eagle3Head, read_eagle3, eagle3_files),
     "medusa": HeadKind(MedusaHeads, read_medusa, medusa_files),
 }
-"""Kinds of heads by the name of the drafter. To add one, add a module like those of these kinds."""
+"""Kinds of heads by the name of the drafter. To add one, add a module like those of these kinds, and an
+entry here, in `engine.drafters.registry.KINDS`, `DraftSource` and `engine.training.kinds.KINDS`."""
 
 
-def check_head(kind: str, folder: Path, target: ModelConfig, *, target_folder: Path | None = None) -> None:
-    """Raise UserError unless `folder` has a head of a kind of `KINDS` that fits the target.
+def check_head(
+    kind: str, folder: Path, target: ModelConfig, *, target_folder: Path | None = None
+) -> tuple[HeadFolder, Blueprint[Any]]:
+    """Return the files of the head in `folder`, of a kind of `KINDS`, and the head before its weights are read.
 
     Reads only headers and the draft vocabulary, so that a wrong folder is refused before the target is loaded.
-    target_folder: the target's own folder, which has no head other than an MTP layer.
+    target_folder: the target's own folder, which has no head other than an MTP layer. Raises UserError unless the head
+    fits the target.
     """
-    _check(kind, folder, target, target_folder)
+    if kind not in KINDS:
+        raise UserError(f"{kind!r} is not a kind of draft head; give one of {', '.join(KINDS)}")
+    if kind != "mtp" and target_folder is not None and folder.exists() and folder.samefile(target_folder):
+        raise UserError(f"{folder} is the target's own folder, not one of {kind} weights; give --draft-model another")
+    source = HeadFolder(folder)
+    blueprint = KINDS[kind].read(source, target)
+    source.checkpoint.check(shapes(blueprint.views(blueprint.head)), is_redundant=blueprint.is_redundant)
+    return source, blueprint
 
 
 def load_head(
@@ -69,7 +80,7 @@ def load_head(
 
     The weights must be finite in `dtype`.
     """
-    source, blueprint = _check(kind, folder, target, target_folder)
+    source, blueprint = check_head(kind, folder, target, target_folder=target_folder)
     head: DraftHead | MedusaHeads = blueprint.head.to(dtype).requires_grad_(False)
     allocate_weights(head, device)
     if isinstance(head, DraftHead):
@@ -97,16 +108,3 @@ def save_head(head: Head, folder: Path, *, dtype: torch.dtype = torch.bfloat16, 
     if base_model:
         fields["base_model_name_or_path"] = base_model
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
-def _check(
-    kind: str, folder: Path, target: ModelConfig, target_folder: Path | None
-) -> tuple[HeadFolder, Blueprint[Any]]:
-    if kind not in KINDS:
-        raise UserError(f"{kind!r} is not a kind of draft head; give one of {', '.join(KINDS)}")
-    if kind != "mtp" and target_folder is not None and folder.exists() and folder.samefile(target_folder):
-        raise UserError(f"{folder} is the target's own folder, not one of {kind} weights; give --draft-model another")
-    source = HeadFolder(folder)
-    blueprint = KINDS[kind].read(source, target)
-    source.checkpoint.check(shapes(blueprint.views(blueprint.head)), is_redundant=blueprint.is_redundant)
-    return source, blueprint

@@ -85,9 +85,10 @@ class DraftHead(nn.Module):
     def target_states(self, hidden: Tensor) -> Tensor:
         """Return the states that `forward` reads for committed tokens, [N, hidden_size].
 
-        hidden: [N, L, target's hidden size], the target's hidden states after `hidden_layers`.
+        hidden: [N, L, target's hidden size], the target's hidden states after `hidden_layers`. By default these are the
+        last ones, which pass the target's final norm.
         """
-        raise NotImplementedError
+        return normalize(self.target.norm, hidden[:, 0])
 
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN

@@ -27,9 +27,9 @@ MAX_HEADS = 100
 class ResidualBlock(nn.Module):
     """x + SiLU(linear(x))."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, has_bias: bool = True) -> None:
         super().__init__()
-        self.linear = nn.Linear(size, size)
+        self.linear = nn.Linear(size, size, bias=has_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states, [N, size] each."""
@@ -39,14 +39,14 @@ class ResidualBlock(nn.Module):
 class MedusaHeads(nn.Module):
     """Predicts several next tokens independently of each other, without attention."""
 
-    def __init__(self, config: ModelConfig, count: int, blocks: int = 1) -> None:
-        """config: the target's shape. count: number of heads. blocks: residual blocks per head."""
+    def __init__(self, config: ModelConfig, count: int, blocks: int = 1, *, has_bias: bool = True) -> None:
+        """config: the target's shape. count: number of heads. blocks: residual blocks per head, with a bias each."""
         super().__init__()
         self.config = config
         self.hidden_layers = (config.num_layers,)
         self.heads = nn.ModuleList(
             nn.Sequential(
-                *(ResidualBlock(config.hidden_size) for _ in range(blocks)),
+                *(ResidualBlock(config.hidden_size, has_bias=has_bias) for _ in range(blocks)),
                 nn.Linear(config.hidden_size, config.vocab_size, bias=False),
             )
             for _ in range(count)
@@ -76,38 +76,28 @@ def read_medusa(source: HeadFolder, target: ModelConfig) -> Blueprint[MedusaHead
             f"{source.folder}/config.json describes {count} Medusa heads of {blocks} layers; give another folder"
         )
     # The authors' configurations name neither size.
-    source.refuse_other_target(
-        target,
-        hidden_size=source.number(fields, "hidden_size", target.hidden_size),
-        vocab_size=source.number(fields, "vocab_size", target.vocab_size),
-    )
+    sizes = {name: source.number(fields, name, getattr(target, name)) for name in ("hidden_size", "vocab_size")}
+    source.refuse_other_target(target, sizes)
     has_bias = any(name.endswith(".bias") for name in source.names)
-    head = on_meta_device(lambda: MedusaHeads(target, count, blocks))
-
-    def finish(head: MedusaHeads) -> None:
-        if not has_bias:
-            for block in head.modules():
-                if isinstance(block, ResidualBlock):
-                    block.linear.bias.zero_()
-
-    return Blueprint(head, lambda head: _views(head, has_bias), lambda _name: False, finish)
+    head = on_meta_device(lambda: MedusaHeads(target, count, blocks, has_bias=has_bias))
+    return Blueprint(head, _views, is_redundant=lambda _name: False)
 
 
 def medusa_files(heads: MedusaHeads, dtype: torch.dtype) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     """Return the configuration and the tensors of heads in the authors' format, with the fields that vLLM needs."""
     [*blocks, _] = heads.heads[0].children()
+    views = _views(heads)
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "medusa_num_heads": len(heads.heads),
         "medusa_num_layers": len(blocks),
-        "medusa_fc_bias": True,  # without it vLLM ignores the biases
+        "medusa_fc_bias": any(name.endswith(".bias") for name in views),  # without it vLLM ignores the biases
         "hidden_size": heads.config.hidden_size,
         "vocab_size": heads.config.vocab_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
-    }, _views(heads, has_bias=True)
+    }, views
 
 
-def _views(heads: MedusaHeads, has_bias: bool) -> Views:
-    views = {name.removeprefix("heads."): parameter.detach() for name, parameter in heads.named_parameters()}
-    return {name: view for name, view in views.items() if has_bias or not name.endswith(".bias")}
+def _views(heads: MedusaHeads) -> Views:
+    return {name.removeprefix("heads."): parameter.detach() for name, parameter in heads.named_parameters()}

@@ -45,10 +45,6 @@ class MtpHead(DraftHead):
         self.layer = Layer(config, 0)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def target_states(self, hidden: Tensor) -> Tensor:
-        """See `DraftHead.target_states`."""
-        return normalize(self.target.norm, hidden[:, 0])
-
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN
     ) -> HeadOutput:
@@ -73,9 +69,7 @@ def read_mtp(source: HeadFolder, target: ModelConfig) -> Blueprint[MtpHead]:
         )
     _refuse_other_layer(source, form, target)
     fields = source.fields
-    source.refuse_other_target(
-        target, hidden_size=source.number(fields, "hidden_size"), vocab_size=source.number(fields, "vocab_size")
-    )
+    source.refuse_other_target(target, fields)
     config = _block_config(source, form, source.layer_config(fields, form.block, target, may_have_latents=True))
     head = on_meta_device(lambda: MtpHead(config, target.num_layers, zeroes_first=form.zeroes_first))
 

@@ -90,8 +90,9 @@ class HeadFolder:
             raise UserError(f"{self.folder / CONFIG_FILE} has no object transformer_layer_config; copy it again")
         return fields
 
-    def refuse_other_target(self, target: ModelConfig, *, hidden_size: int, vocab_size: int) -> None:
-        """Raise UserError unless the sizes that the head needs are those of the target."""
+    def refuse_other_target(self, target: ModelConfig, fields: Mapping[str, Any]) -> None:
+        """Raise UserError unless the hidden size and the vocabulary that the head needs are those of the target."""
+        hidden_size, vocab_size = self.number(fields, "hidden_size"), self.number(fields, "vocab_size")
         if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
             raise UserError(
                 f"{self.folder} is a head for a target with hidden size {hidden_size} and {vocab_size} tokens, but "

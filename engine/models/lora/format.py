@@ -5,12 +5,10 @@ Everything that can be refused is found in the configuration and in the headers 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
-from os import SEEK_END
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +27,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of the names of modules in PEFT's weights."""
-DIGESTED_BYTES = 1 << 20
-"""Number of bytes at each end of the file of weights that are compared to notice that it was replaced."""
 MAX_RANK = 512
 """Largest rank; vLLM's limit."""
 MAX_ALPHA = 1e6
@@ -55,7 +51,6 @@ class Place(NamedTuple):
 
     layer: str
     """Name of the linear layer in the decoder."""
-    start: int
     rows: int
     inputs: int
     """Number of its inputs."""
@@ -82,29 +77,19 @@ class Update(NamedTuple):
 class Adapter:
     """An adapter that fits a model; its weights are not read yet."""
 
-    name: str
-    folder: Path
+    checkpoint: Checkpoint = field(repr=False)
     modules: Mapping[str, AdapterModule]
     """By the name of the module in the checkpoint, in ascending order."""
     places: Mapping[str, Place] = field(repr=False)
     """Modules that adapters of this model may change, by name. Those of one layer are in the order of its rows."""
-    digest: str = ""
-    """Digest of the file of weights; see `_digest`."""
 
     def read(self) -> dict[str, Update]:
-        """Return the updates by the name of the module, float32.
-
-        Raises UserError, also for files that were replaced since they were checked: pages in the prefix cache and
-        remembered outputs belong to the previous files.
-        """
-        checkpoint, modules = _check_modules(self.folder, self.places)
-        targets = {name: torch.empty(shape) for name, shape in _shapes(modules).items()}
-        checkpoint.copy_into(targets)
-        if (modules, _digest(self.folder)) != (self.modules, self.digest):
-            raise UserError(f"{self.folder} has changed since the engine started; restart the engine to use it")
+        """Return the updates by the name of the module, float32. Raises UserError for values that are not finite."""
+        targets = {name: torch.empty(shape) for name, shape in _shapes(self.modules).items()}
+        self.checkpoint.copy_into(targets)
         return {
             module: Update(targets[_weight_name(module, "A")].t(), targets[_weight_name(module, "B")].t() * scale)
-            for module, (_, _, scale) in modules.items()
+            for module, (_, _, scale) in self.modules.items()
         }
 
 
@@ -123,8 +108,7 @@ def check_adapters(folders: Mapping[str, Path], config: ModelConfig) -> dict[str
         try:
             if not folder.is_dir():
                 raise UserError(f"there is no folder {folder}; give one that PEFT's save_pretrained wrote")
-            modules = _check_modules(folder, places)[1]
-            adapters[name] = Adapter(name, folder, modules, places, _digest(folder))
+            adapters[name] = _check_adapter(folder, places)
         except UserError as problem:
             raise UserError(f"--lora {name}: {problem}") from None
     return adapters
@@ -136,15 +120,13 @@ def adapter_places(decoder: Decoder) -> dict[str, Place]:
     for name, layer in decoder.layers.named_modules(prefix="layers"):
         # Routers choose experts, and compute in another dtype than the other layers.
         if isinstance(layer, nn.Linear) and "router" not in name.split("."):
-            start = 0
             for part, rows in checkpoint_parts(f"{name}.weight", decoder.config):
-                places[part.removesuffix(".weight")] = Place(name, start, rows, layer.in_features)
-                start += rows
+                places[part.removesuffix(".weight")] = Place(name, rows, layer.in_features)
     return places
 
 
-def _check_modules(folder: Path, places: Mapping[str, Place]) -> tuple[Checkpoint, dict[str, AdapterModule]]:
-    """Return the checked weights of a folder, which are not read, and the modules that they change."""
+def _check_adapter(folder: Path, places: Mapping[str, Place]) -> Adapter:
+    """Return the adapter in a folder. Raises UserError."""
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).exists():
             raise UserError(f"{folder} has no {name}; save the adapter with save_pretrained of PEFT")
@@ -162,7 +144,7 @@ def _check_modules(folder: Path, places: Mapping[str, Place]) -> tuple[Checkpoin
         scale = alpha / (sqrt(rank) if fields.get("use_rslora") else rank)
         modules[module] = AdapterModule(places[module], rank, scale)
     checkpoint.check(_shapes(modules), is_redundant=lambda _: False)
-    return checkpoint, modules
+    return Adapter(checkpoint, modules, places)
 
 
 def _check_config(fields: Mapping[str, Any]) -> None:
@@ -214,17 +196,3 @@ def _shapes(modules: Mapping[str, AdapterModule]) -> dict[str, tuple[int, int]]:
 
 def _weight_name(module: str, matrix: str) -> str:
     return f"{PREFIX}{module}.lora_{matrix}.weight"
-
-
-def _digest(folder: Path) -> str:
-    """Return a digest of the size and of both ends of the file of weights, in hex; reading all would take too long."""
-    path = folder / ADAPTER_WEIGHTS
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, SEEK_END)
-            file.seek(max(0, size - DIGESTED_BYTES))
-            end = file.read()
-            file.seek(0)
-            return hashlib.sha256(file.read(DIGESTED_BYTES) + end + str(size).encode()).hexdigest()
-    except OSError as problem:
-        raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None

@@ -147,6 +147,23 @@ def test_changed_files_are_reloaded_at_most_once_a_second(tmp_path, caplog):
     assert watched.current() == "three"
 
 
+def test_changed_files_are_read_again_after_an_error_that_passes(tmp_path, caplog):
+    path, clock, problems = tmp_path / "f", Clock(), []
+
+    def read():
+        if problems:
+            raise problems.pop()
+        return path.read_text()
+
+    path.write_text("everybody may")
+    watched = Watched([path], read, clock=clock)
+    replace_file(path, "nobody may")
+    problems += [UserError("f: cannot read: Too many open files")] * 2
+    for clock.now, contents in ((1.0, "everybody may"), (2.0, "everybody may"), (3.0, "nobody may")):
+        assert watched.current() == contents
+    assert caplog.text.count("Too many open files") == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [

@@ -49,31 +49,20 @@ def trusting(ca, pair=None, **further):
 
 
 @run
-async def test_only_clients_that_trust_the_ca_connect(ca, other_ca):
-    async with guarded(tls(ca, ca.server())) as service:
-        assert await service.is_connected(trusting(ca))
-        assert not await service.is_connected(trusting(other_ca))
-        assert not await service.is_connected(ClientAccess())
-
-
-@run
-async def test_tls_over_a_unix_socket(ca, socket_address):
-    async with guarded(tls(ca, ca.server()), socket_address) as service:
-        assert await service.is_connected(trusting(ca))
-        assert not await service.is_connected(ClientAccess())
-
-
-@run
-async def test_name_in_the_certificate_must_match(ca):
-    async with guarded(tls(ca, ca.server(names=["drafter.example.org"]))) as service:
-        assert not await service.is_connected(trusting(ca))
-        assert await service.is_connected(trusting(ca, server_name="drafter.example.org"))
-
-
-@run
-async def test_expired_server_certificate_is_refused(ca):
-    async with guarded(tls(ca, ca.server(expired=True))) as service:
-        assert not await service.is_connected(trusting(ca))
+async def test_clients_connect_if_they_trust_the_ca_and_the_name(ca, other_ca, socket_address):
+    named = tls(ca, ca.server("named", names=["drafter.example.org"]))
+    for config, address, access, is_connected in (
+        (tls(ca, ca.server()), "127.0.0.1:0", trusting(ca), True),
+        (tls(ca, ca.server()), "127.0.0.1:0", trusting(other_ca), False),
+        (tls(ca, ca.server()), "127.0.0.1:0", ClientAccess(), False),
+        (tls(ca, ca.server()), socket_address, trusting(ca), True),
+        (tls(ca, ca.server()), socket_address, ClientAccess(), False),
+        (named, "127.0.0.1:0", trusting(ca), False),
+        (named, "127.0.0.1:0", trusting(ca, server_name="drafter.example.org"), True),
+        (tls(ca, ca.server("expired", expired=True)), "127.0.0.1:0", trusting(ca), False),
+    ):
+        async with guarded(config, address) as service:
+            assert await service.is_connected(access) == is_connected, (address, access)
 
 
 @run

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from drafter_service.client.protocol import Welcome
+from drafter_service.client.protocol import NamespaceState, Welcome
 from drafter_service.observability.facts import ModelIdentity
 from ssd.errors import UserError
 from tests.drafter_service.fake_server import TIMEOUT_S, draft_of, unpacked
@@ -25,7 +25,7 @@ def test_a_stream_begins_with_the_handshake(fake, connect):
 
 def test_the_service_says_what_it_allows(fake, connect):
     fake.service.max_draft, fake.service.may_learn = 16, False
-    assert connect(namespace="team-a").welcome == Welcome("team-a", False, 16, 0, 0)
+    assert connect(namespace="team-a").welcome == Welcome("team-a", False, 16, 0, 0, NamespaceState("team-a"))
 
 
 def test_forgetting_needs_the_service(fake, connect):
@@ -71,14 +71,6 @@ def test_the_client_waits_once_for_a_late_service_and_sends_nothing_before_its_a
     assert unpacked(fake.service.requests[-1].batch.tokens) == list(range(7, 28))
     assert unpacked(fake.service.requests[-1].batch.steps) == [21]
     assert client.lost is None
-
-
-def test_the_transport_is_reported(fake, connect):
-    client = connect()
-    assert client.transport == ("socket" if fake.server.has_steps else "grpc")
-    fake.stop()
-    eventually(lambda: client.lost is not None)
-    assert client.transport == ""
 
 
 def test_close_sends_queued_ends_and_is_not_reported_as_a_loss(fake, connect):

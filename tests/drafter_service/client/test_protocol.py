@@ -1,14 +1,17 @@
 """The client's protocol against a simple reference service: everything is sent once, in any order of events."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from drafter_service.client.pending import Phase
-from drafter_service.client.protocol import Protocol
+from drafter_service.client import sequences
+from drafter_service.client.pending import MAX_BACKOFF_DOUBLINGS, Phase
+from drafter_service.client.protocol import NamespaceState, Protocol
+from drafter_service.client.sequences import GROWTH
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import read_batch
 from ssd.corpus.rollout import Rollout
@@ -19,13 +22,23 @@ from tests.drafter_service.fake_server import FakeService, unpacked
 from tests.replay import progress_of
 from tests.strategies import array, examples
 
+MOST_SKIPPED_STEPS = 2 << MAX_BACKOFF_DOUBLINGS
+"""After late responses the client requests drafts less often, but at least once in half of these steps."""
+PROMPTS = st.sampled_from([1, 1, 2, 3, 5, 6])
+"""Lengths of prompts, short ones more often, so that limits of numbers are reached as well as limits of lengths."""
+
 
 class AnyOrder(RuleBasedStateMachine):
     """Check that in any order of events the service receives each token once, and learns each permitted text once."""
 
+    limits: ClassVar = {}
+    """Limits of the service."""
+    scale, longest_output = 1, 60
+    """Factor of the lengths of prompts, and the largest number of tokens of an output."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.service = FakeService(self.guess)
+        self.service = FakeService(self.guess, **self.limits)
         self.wire = None
         self.engine = FakeEngine()
         self.texts = {}
@@ -45,15 +58,16 @@ class AnyOrder(RuleBasedStateMachine):
             for place, token in enumerate(self.texts[text[0]][len(text) : len(text) + limit], len(text))
         ]
 
-    @rule(prompt=st.integers(1, 6), output=st.integers(0, 60), learn=st.booleans())
-    def start(self, prompt, output, learn):
-        number = len(self.texts)
-        text = [1000 + number, *range(10 * number, 10 * number + prompt + output)]
-        self.texts[text[0]] = text
-        self.engine.running[number] = Request(text, 1 + prompt)
-        start(self.client, number, text[: 1 + prompt], learn=learn)
-        if not learn:
-            self.private.add(number)
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), output=st.integers(0, 60), learn=st.booleans())
+    def start(self, prompts, output, learn):
+        for prompt in prompts:
+            number, size = len(self.texts), 1 + self.scale * prompt
+            text = [1000 + number, *range(10 * number, 10 * number + size + min(output, self.longest_output))]
+            self.texts[text[0]] = text
+            self.engine.running[number] = Request(text, size)
+            start(self.client, number, text[:size], learn=learn)
+            if not learn:
+                self.private.add(number)
 
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data(), in_time=st.booleans(), served=st.integers(0, 3))
@@ -74,10 +88,11 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data(), learn=st.booleans())
     def finish(self, data, learn):
-        number = data.draw(st.sampled_from(sorted(self.engine.running)))
-        text = self.engine.finish(self.client, number, learn)
-        if learn and number not in self.private:
-            self.to_learn[number] = text
+        running = st.sampled_from(sorted(self.engine.running))
+        for number in data.draw(st.lists(running, min_size=1, max_size=3, unique=True)):
+            text = self.engine.finish(self.client, number, learn)
+            if learn and number not in self.private:
+                self.to_learn[number] = text
 
     @rule(served=st.integers(0, 5), delivered=st.integers(0, 5))
     def pass_on(self, served, delivered):
@@ -104,21 +119,27 @@ class AnyOrder(RuleBasedStateMachine):
         if self.wire is None:
             return
         if self.client.pending.phase is Phase.OFFLINE:
-            self.wire.connect()
+            self.connect()
         self.wire.settle()
         for _ in range(3):  # The first response may report lost sequences.
             self.draft_for_all()
-        running = [request.text[: request.done] for request in self.engine.running.values()]
-        assert sorted(self.service.texts()) == sorted(running)
-        assert sorted(self.service.learned.values()) == sorted(self.to_learn.values())
+        self.check()
         assert self.service.drafted <= self.engine.drafted
         assert self.service.steps <= self.engine.steps
+
+    def running(self):
+        return sorted(request.text[: request.done] for request in self.engine.running.values())
+
+    def check(self):
+        assert sorted(self.service.texts()) == self.running()
+        assert sorted(self.service.learned.values()) == sorted(self.to_learn.values())
 
     def draft_for_all(self):
         running = sorted(self.engine.running)
         before = len(self.service.requests)
-        # After late responses the client requests drafts less often.
-        while running and len(self.service.requests) == before:
+        for _ in range(MOST_SKIPPED_STEPS):
+            if not running or len(self.service.requests) > before:
+                break
             self.wire.draft(self.engine.progress(running, [100] * len(running)))
             for request in self.engine.running.values():
                 request.committed = request.verified = 0
@@ -126,6 +147,58 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = examples(80)
+
+
+class AnyOrderOfMany(AnyOrder):
+    """Check the same with limits of service and client: those sequences are registered for which there is room."""
+
+    limits: ClassVar = {"max_sequences": 3, "max_tokens": 1010}
+    scale = 200
+    longest_output = 15
+    constants: ClassVar = {"PART_BYTES": 4 * 1200, "MAX_TEXT_BYTES": 4 * 1100}
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        for name, value in self.constants.items():
+            self.patch.setattr(sequences, name, value)
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.patch.undo()
+
+    @precondition(lambda self: self.wire and self.client.pending.phase is Phase.OFFLINE)
+    @rule(max_tokens=st.sampled_from([1010, 1610]))
+    def connect_to_another_service(self, max_tokens):
+        self.service.max_tokens = max_tokens
+        self.connect()
+
+    def check(self):
+        largest = self.service.max_tokens - self.service.max_tokens // GROWTH
+        most = min(largest, self.constants["MAX_TEXT_BYTES"] // 4)
+        registered, waiting = self.service.texts(), self.running()
+        for text in registered:
+            waiting.remove(text)
+        free = largest - sum(map(len, registered))
+        assert not waiting or len(registered) == 3 or all(len(text) > min(free, most) for text in waiting)
+        for number in [*self.engine.running]:
+            self.engine.finish(self.client, number, learn=False)
+        self.wire.settle()
+        for text in self.service.learned.values():
+            self.to_learn = {number: each for number, each in self.to_learn.items() if each != text}
+        assert all(len(text) > most for text in self.to_learn.values())
+        assert len(self.to_learn) == self.client.counters.unlearned
+        assert self.service.evicted == 0
+        for request in self.service.requests:
+            sizes = [len(one.prompt) + len(one.committed) for one in request.starts]
+            sizes += [len(one.tokens) for one in request.finishes]
+            assert len(request.starts) < 2 or sum(sizes) <= self.constants["PART_BYTES"]
+
+
+TestAnyOrderOfMany = AnyOrderOfMany.TestCase
+TestAnyOrderOfMany.settings = examples(40)
 
 
 def run_requests(limit, seed):
@@ -162,14 +235,11 @@ def run_requests(limit, seed):
 
 
 @pytest.mark.parametrize("limit", [1, 4, 16])
-def test_verified_tokens_and_steps_are_counted_exactly(limit):
-    engine, service, _ = run_requests(limit, seed=7)
-    assert (service.drafted, service.steps) == (engine.drafted, engine.steps)
-
-
-def test_the_fast_path_sends_the_same_requests_as_the_general_path(monkeypatch):
+def test_the_fast_path_sends_the_same_requests_as_the_general_path(monkeypatch, limit):
     monkeypatch.setattr("drafter_service.client.protocol.secrets.token_hex", lambda size: "name")
-    _, forwarded, forwarded_drafts = run_requests(4, seed=5)
+    monkeypatch.setattr("drafter_service.client.sequences.time.monotonic", lambda: 0.0)
+    engine, forwarded, forwarded_drafts = run_requests(limit, seed=5)
+    assert (forwarded.drafted, forwarded.steps) == (engine.drafted, engine.steps)
     draft = Protocol.draft
     taken = []
 
@@ -180,7 +250,7 @@ def test_the_fast_path_sends_the_same_requests_as_the_general_path(monkeypatch):
         return draft(protocol, progress)
 
     monkeypatch.setattr(Protocol, "draft", without_the_fast_path)
-    _, general, general_drafts = run_requests(4, seed=5)
+    _, general, general_drafts = run_requests(limit, seed=5)
     assert sum(taken) > 10
     assert forwarded_drafts == general_drafts
     assert [request.SerializeToString() for request in forwarded.requests] == [
@@ -302,3 +372,15 @@ def test_token_ids_outside_the_vocabulary_are_not_sent():
         with pytest.raises(ValueError, match="token id 10 is outside the vocabulary of 10 tokens"):
             call()
     assert wire.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [6, 7]
+
+
+def test_the_state_of_a_namespace_is_printed_with_advice_about_text_elsewhere():
+    assert str(NamespaceState("a")) == "a"
+    assert str(NamespaceState("a", 1234)) == "a (1,234 tokens)"
+    assert NamespaceState("a", 1234).advice("give {}") == ""
+    held = pb.Held(other="b", other_tokens=5000)
+    advice = NamespaceState.of(pb.Welcome(namespace="a", held=held)).advice("give {}")
+    expected = "namespace a is empty, but namespace b holds 5,000 tokens of the same tokenizer; to use that one, give b"
+    assert advice == expected
+    assert NamespaceState("a", 0, "b").advice("give {}") == expected.replace("5,000 tokens", "text")
+    assert NamespaceState.of(pb.ObserveResponse(namespace="a")) == NamespaceState("a")

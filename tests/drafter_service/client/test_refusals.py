@@ -22,7 +22,7 @@ FINAL = [
 @pytest.mark.parametrize("code", FINAL)
 def test_a_refusal_is_final_and_reported_once(fake, connect, code, socket_address, monkeypatch):
     monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", TIMEOUT_S)
-    fake.server.refusal = (code, "not you")
+    fake.refusal = (code, "not you")
     began = time.monotonic()
     with pytest.raises(UserError, match=f"the drafter at {socket_address} does not serve this client: not you"):
         connect()
@@ -46,7 +46,7 @@ def test_arguments_outside_their_range_are_refused(socket_address, argument, val
 def test_a_refusal_after_a_lost_connection_is_final(fake, connect):
     news = []
     client = connect(on_lost=news.append)
-    fake.server.refusal = (grpc.StatusCode.PERMISSION_DENIED, "no more")
+    fake.refusal = (grpc.StatusCode.PERMISSION_DENIED, "no more")
     fake.cut()
     client._thread.join(TIMEOUT_S)
     assert not client._thread.is_alive()
@@ -61,11 +61,11 @@ def test_a_stream_that_ends_without_permission_is_opened_again(fake, connect):
 
 
 def test_a_full_service_is_tried_again(fake, connect):
-    fake.server.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    fake.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
     news = []
     client = connect(required=False, on_lost=news.append)
     eventually(lambda: news == ["full"])
-    fake.server.refusal = None
+    fake.refusal = None
     eventually(lambda: client.lost is None)
     assert news == ["full"]
 

@@ -1,6 +1,5 @@
 """Registration of sequences that the service lost, has no room for, or must learn after their end."""
 
-import numpy as np
 import pytest
 
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
@@ -24,26 +23,14 @@ def test_a_sequence_that_the_service_dropped_is_registered_again():
     assert wire.client.counters.resyncs == 1
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
+def test_registered_sequences_have_drafts_while_others_are_registered(monkeypatch):
     monkeypatch.setattr("drafter_service.client.sequences.PART_BYTES", 4 * 250)
-
-
-def reconnected(numbers, size=100) -> Wire:
-    """Return a connection to a service that has lost the running sequences and has not answered the handshake."""
-    wire = connected(counting)
+    wire, numbers = connected(counting), range(1, 9)
     for number in numbers:
-        start(wire.client, number, [number] * size)
+        start(wire.client, number, [number] * 100)
     wire.settle()
     wire.cut()
     wire.connect()
-    return wire
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_registered_sequences_have_drafts_while_others_are_registered():
-    numbers = range(1, 9)
-    wire = reconnected(numbers)
     wire.serve(1)
     wire.deliver()
     for registered in (2, 4, 6):
@@ -55,47 +42,6 @@ def test_registered_sequences_have_drafts_while_others_are_registered():
         # The next part was sent when the previous part was answered, after the batch.
         assert [len(one.starts) for one in wire.requests] == [2]
         assert len(wire.client.settle(turn).tokens) == registered
-
-
-def crowd(numbers, token, limit=1):
-    return progress_of({number: [token] for number in numbers}, limit=limit)
-
-
-@pytest.mark.parametrize("size", [100, 30])
-def test_a_full_service_drafts_for_the_sequences_that_fit(size):
-    """The others are not registered again in each step, since that would drop those that fit."""
-    wire = Wire(FakeService(counting, max_tokens=1000))
-    wire.connect()
-    wire.settle()
-    fitting = 930 // size
-    numbers = range(fitting + 5)
-    for number in numbers:
-        start(wire.client, number, [number] * size)
-    for step in range(10):
-        drafts = wire.draft(crowd(numbers, step))
-        assert np.count_nonzero(np.diff(drafts.offsets)) >= 0.8 * fitting
-    assert sum(len(request.starts) for request in wire.service.requests) <= fitting + 3
-    assert sum(map(len, wire.service.texts())) <= 1000
-    for number in numbers[: fitting - 1]:  # When there is room again, the others are registered.
-        finish(wire.client, number, [])
-    wire.settle()
-    rest = numbers[fitting - 1 :]
-    wire.draft(crowd(rest, 0))
-    drafts = wire.draft(crowd(rest, 0))
-    assert np.count_nonzero(np.diff(drafts.offsets)) == len(rest)
-    wire.settle()
-    assert len(wire.service.learned) == fitting - 1
-
-
-def test_no_more_sequences_are_registered_than_the_service_keeps():
-    wire = Wire(FakeService(counting, max_sequences=3))
-    wire.connect()
-    wire.settle()
-    for number in range(5):
-        start(wire.client, number, [number])
-    for step in range(5):
-        drafts = wire.draft(crowd(range(5), step))
-        assert np.diff(drafts.offsets).tolist() == [1, 1, 1, 0, 0]
 
 
 def test_after_a_restart_the_sequences_that_fit_are_registered():
@@ -110,7 +56,7 @@ def test_after_a_restart_the_sequences_that_fit_are_registered():
     wire.connect()
     wire.settle()
     for step in range(5):
-        wire.draft(crowd(range(15), step))
+        wire.draft(progress_of({number: [step] for number in range(15)}, limit=1))
     assert sum(len(request.starts) for request in wire.service.requests[before:]) == 9
     assert wire.service.evicted == 0
 
@@ -122,6 +68,18 @@ def test_a_sequence_longer_than_a_message_has_no_drafts(monkeypatch):
     start(wire.client, 2, [1] * 10)
     drafts = wire.draft(progress_of({1: [], 2: []}, limit=1))
     assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[], [2]]
+
+
+@pytest.mark.parametrize("limits", [{"max_sequences": 3}, {"max_tokens": 1000}])
+def test_sequences_that_start_and_end_in_one_message_fit_together(limits):
+    wire = Wire(FakeService(**limits))
+    for number in range(4):
+        start(wire.client, number, [number] * 300)
+        finish(wire.client, number, [])
+    wire.connect()
+    wire.settle()
+    assert len(wire.service.learned) == 4
+    assert wire.service.evicted == 0
 
 
 def test_unanswered_ends_are_sent_again_in_order_if_they_are_to_be_learned():
@@ -150,67 +108,19 @@ def test_the_queue_of_ends_is_bounded(monkeypatch):
     assert wire.client.counters.unlearned == 2
 
 
-@pytest.mark.usefixtures("small_parts")
-def test_many_ends_are_sent_in_parts():
-    wire = Wire(FakeService())
-    for number in range(6):
-        start(wire.client, number, [number] * (90 if number else 900))
+def test_a_full_queue_discards_ends_that_were_sent_before_older_ones(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.sequences.QUEUE_BYTES", 4 * 800)
+    wire = Wire(FakeService(max_tokens=1000))
+    wire.connect()
+    wire.settle()
+    start(wire.client, 1, [1] * 500)
+    wire.settle()
+    for number, size in ((2, 600), (3, 90), (4, 90)):  # There is no room for the first.
+        start(wire.client, number, [number] * size)
         finish(wire.client, number, [number] * 10)
-    wire.connect()
-    wire.serve()
-    wire.deliver()
-    for finishes in (1, 2, 2, 1):
-        [request] = wire.requests
-        assert len(request.finishes) == finishes
-        wire.serve()
-        wire.deliver()
-    assert not wire.requests
-
-
-def test_an_end_waits_until_there_is_room():
-    wire = Wire(FakeService(counting, max_tokens=1000))
-    wire.connect()
     wire.settle()
-    start(wire.client, 3, [3] * 800)
-    wire.settle()
-    wire.service.sequences.clear()
-    wire.draft(crowd([3], 3))  # The service reports that it is lost.
-    assert len(wire.service.texts()) == 1
-    start(wire.client, 4, [4] * 300)  # There is no room for it.
-    finish(wire.client, 4, [])
-    wire.settle()
-    assert len(wire.service.learned) == 0
-    finish(wire.client, 3, [])
-    wire.settle()
-    assert len(wire.service.learned) == 2
-    assert wire.service.evicted == 0
-
-
-@pytest.mark.parametrize("is_registered", [False, True])
-@pytest.mark.parametrize("limit", ["message", "room"])
-def test_an_end_that_exceeds_the_limits_is_discarded(monkeypatch, is_registered, limit):
-    """It would break every stream on which it is sent."""
-    if limit == "message":
-        monkeypatch.setattr("drafter_service.client.sequences.MAX_TEXT_BYTES", 4 * 100)
-    wire = Wire(FakeService(counting, max_tokens=100 if limit == "room" else 0))
-    if is_registered:
-        wire.connect()
-        wire.settle()
-    start(wire.client, 1, [1] * 60)
-    if is_registered:
-        wire.settle()
-    finish(wire.client, 1, [2] * (101 if limit == "message" else 60))
-    if not is_registered:
-        wire.connect()
-    wire.settle()
-    start(wire.client, 2, [3] * 10)
-    finish(wire.client, 2, [4])
-    wire.settle()
-    is_learned = is_registered and limit == "room"  # Only its end is sent, which fits.
-    assert len(wire.service.learned) == 1 + is_learned
-    assert wire.client.counters.unlearned == (not is_learned)
-    assert wire.service.texts() == []
-    assert not wire.client.pending.has_pending
+    assert [len(text) for text in wire.service.learned.values()] == [100, 100]
+    assert wire.client.counters.unlearned == 0
 
 
 def test_forget_applies_to_unsent_sequences():

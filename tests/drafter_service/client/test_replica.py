@@ -1,13 +1,19 @@
 """Drafting from a copy of the service's corpus, against the real server."""
 
 import asyncio
+import errno
 import itertools
 import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
+import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -16,8 +22,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drafter_service.auth.connector import ClientAccess
-from drafter_service.client import replica as replica_module
-from drafter_service.client.replica import Copy, ReplicaClient
+from drafter_service.client import copies, replica
+from drafter_service.client.copies import Copy
+from drafter_service.client.replica import ReplicaClient
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server import feed
 from drafter_service.server.namespace import Namespace
@@ -27,8 +34,10 @@ from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
+from ssd.corpus.ring import MAX_CAPACITY
 from ssd.corpus.sections import SnapshotError
 from ssd.errors import UserError
+from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_server_thread
 from tests.drafter_service.guarded import caller_entry
 from tests.drafter_service.raw import connected, counted, eventually
 from tests.replay import drafter_of, progress_of, replay_one, replayed
@@ -41,10 +50,14 @@ numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def service():
-    """Yield a server that no test stops, with a snapshot folder."""
+    """Yield a server that no test stops, with a snapshot folder, and a namespace that reads a library."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
-        address = f"unix:{folder}/drafter.sock"
-        with served("--listen", address, "--capacity", "400k", "--snapshot-folder", f"{folder}/snapshots"):
+        address, settings = f"unix:{folder}/drafter.sock", Path(folder, "settings.toml")
+        settings.write_text(
+            f'listen = "{address}"\ndrafting.capacity = "400k"\nsnapshots.folder = "{folder}/snapshots"\n'
+            '[namespaces.reads]\nown = ["library"]\n'
+        )
+        with served("--config", str(settings)):
             yield SimpleNamespace(address=address)
 
 
@@ -52,12 +65,6 @@ def service():
 def caller(service):
     with connected(service.address) as caller:
         yield caller
-
-
-@pytest.fixture
-def name():
-    """Return the name of a namespace that no other test uses."""
-    return f"test-{next(numbers)}"
 
 
 @contextmanager
@@ -146,6 +153,49 @@ def test_running_text_of_a_forgotten_name_is_not_offered_to_others(service, call
         eventually(lambda: not has(client, 100))
 
 
+@pytest.mark.parametrize("is_following", [True, False])
+def test_text_of_a_name_that_was_forgotten_while_it_ran_is_not_learned(service, caller, name, is_following):
+    with replica_of(service, name) as client:
+        client.start(1, array(counted(100)[:8]), request_id="mine")
+        client.draft(progress_of({1: counted(100)[8:30]}, 4))
+        if not is_following:
+            client._followers[""].close()
+        caller.call("Forget", namespace=name, request_id="mine")
+        client.finish(1, array(counted(100)[30:]))
+        client.start(2, array(counted(500)[:8]), request_id="mine")
+        client.finish(2, array(counted(500)[8:]))
+        eventually(lambda: caller.probe(name, counted(500)[:8]))
+        assert caller.probe(name, counted(100)[:8]) == []
+
+
+def test_drafts_are_no_longer_than_the_service_allows(socket_address):
+    repeated = 3 * counted(100)
+    with (
+        fake_server_thread(socket_address, FakeService(max_draft=3)),
+        ReplicaClient(socket_address, on_copy_lost=lambda _: None) as client,
+    ):
+        client.start(1, array(repeated))
+        assert len(client.draft(progress_of({1: []}, 8)).tokens) == 3
+        assert len(client.propose(repeated).tokens) == 3
+
+
+def test_parts_that_cannot_be_written_are_dropped(monkeypatch):
+    copy = Copy(pb.FollowRequest(), DrafterConfig(), 1 << 20)
+
+    class FullFile:
+        def write(self, _data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self):
+            self.write(b"")
+
+    monkeypatch.setattr(copies.tempfile, "TemporaryFile", FullFile)
+    with pytest.raises(OSError, match="No space"):
+        copy.receive(pb.FollowResponse(snapshot=b"part"), 0.0)
+    copy.drop_parts()
+    copy.drop_parts()
+
+
 def test_running_sequences_go_on_with_a_new_copy(service, caller, name):
     with ReplicaClient(service.address, namespace=name) as client:
         caller.observe(name, counted(100), names=["text"])
@@ -172,13 +222,115 @@ def test_of_a_larger_corpus_the_newest_text_is_held(service, caller, name):
         assert not has(client, 1000)
 
 
+def test_clients_that_connect_at_once_share_a_snapshot(monkeypatch):
+    written, save, may_write = [], snapshot.save, threading.Event()
+
+    def counting_save(corpus, path, **options):
+        written.append(options["max_tokens"])
+        may_write.wait(TIMEOUT_S)
+        return save(corpus, path, **options)
+
+    async def first_copy(namespace, most):
+        stream = namespace.feed.responses(namespace.corpus, feed.CopyStream("own", "", 0, most, "", []))
+        copy = Copy(pb.FollowRequest(), DrafterConfig(), 1 << 20)
+        while copy.corpus is None:
+            copy.receive(await anext(stream), time.monotonic())
+        await stream.aclose()
+        return copy
+
+    async def run():
+        config = DrafterConfig(capacity=100_000)
+        namespace = Namespace("own", ModelIdentity(), config, Corpus.from_config(config))
+        for number in range(1, 30):
+            namespace.learn(array(counted(1000 * number, 900)), f"{number}")
+        loading = [asyncio.ensure_future(first_copy(namespace, most)) for most in (50_000, 50_000, 8_000, 8_000)]
+        while len(written) < 1:
+            await asyncio.sleep(0)
+        namespace.learn(array(counted(100)), "late")
+        may_write.set()
+        held = [len((await copy).corpus.request_times()) for copy in loading]
+        assert not namespace.feed._savings
+        namespace.corpus.close()
+        return held
+
+    monkeypatch.setattr(snapshot, "save", counting_save)
+    assert asyncio.run(run()) == [30, 30, 10, 10]
+    assert sorted(written) == [8_000, 50_000]
+
+
+def test_a_copy_is_used_as_soon_as_it_is_loaded(monkeypatch):
+    """The service says that the copy is complete without waiting for a change or for the next sign of life."""
+    monkeypatch.setattr(feed, "SIGN_OF_LIFE_S", 10 * TIMEOUT_S)
+
+    async def run():
+        feeding = Feeding()
+        await feeding.do("learn", 1)
+        async with asyncio.timeout(TIMEOUT_S):
+            while feeding.copy.corpus is None:
+                await feeding.receive()
+        await feeding.close()
+        feeding.copy.replace(None)
+
+    asyncio.run(run())
+
+
+def test_another_match_depth_is_refused(service, name):
+    config = DrafterConfig(match_depth=9)
+    lost = []
+    with ReplicaClient(service.address, namespace=name, config=config, on_copy_lost=lost.append) as client:
+        eventually(lambda: lost)
+        assert "match depth" in lost[0]
+        assert client.copy.corpus is None
+
+
+def test_an_older_service_sends_no_copy(socket_address):
+    lost = []
+    with (
+        fake_server_thread(socket_address, FakeService()),
+        ReplicaClient(socket_address, on_copy_lost=lost.append) as client,
+    ):
+        eventually(lambda: lost)
+        client.start(1, TEXT[:50])
+        client.finish(1, TEXT[50:60])
+    assert 'set "drafting" to "sidecar"' in lost[0]
+
+
+def test_libraries_are_drafted_from(service, caller):
+    caller.observe("library", counted(100), names=["one"])
+    caller.observe("own", counted(300), names=["two"])
+    with replica_of(service, "own") as client:
+        eventually(lambda: has(client, 100) and has(client, 300))
+        caller.observe("library", counted(500), names=["three"])
+        eventually(lambda: has(client, 500))
+        caller.call("Forget", namespace="library", request_id="one")
+        eventually(lambda: not has(client, 100))
+        assert has(client, 300)
+
+
+def test_copies_equal_the_corpus_after_kills():
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        command = [sys.executable, "-m", "tests.drafter_service.killed_replicas", folder, "2", "2"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_copies_are_in_the_report(service, caller, name):
+    caller.observe(name, *(counted(1000 * first, 900) for first in range(1, 30)))
+    with replica_of(service, name, max_tokens=20_000, engine="one"), replica_of(service, name, engine="two"):
+        report = json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]
+        tokens = report["corpus"]["tokens"]
+        found = sorted((each["engine"], each["tokens"], each["missing_changes"]) for each in report["copies"])
+        assert found == [("one", 20_000, 0), ("two", tokens, 0)]
+    eventually(lambda: not json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]["copies"])
+
+
 def test_a_copy_catches_up_after_a_break(service, caller, name, monkeypatch):
-    monkeypatch.setattr(replica_module, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(copies, "LONGEST_PAUSE_S", 0.0)
     caller.observe(name, counted(100), counted(300), names=["one", "two"])
     with replica_of(service, name) as client:
         eventually(lambda: has(client, 100))
         for first, forgotten in ((500, "one"), (700, "two")):
-            client._follower._call.cancel()
+            client._followers[""]._call.cancel()
             caller.observe(name, counted(first), names=[str(first)])
             caller.call("Forget", namespace=name, request_id=forgotten)
             eventually(lambda first=first: has(client, first))
@@ -187,51 +339,35 @@ def test_a_copy_catches_up_after_a_break(service, caller, name, monkeypatch):
         assert client.copy.snapshots == 1
 
 
-def test_a_copy_without_news_is_trusted_for_a_limited_time(socket_address, monkeypatch):
-    monkeypatch.setattr(replica_module, "TRUSTED_S", 3.0)
-    with served("--listen", socket_address, "--capacity", "100k") as process, connected(socket_address) as caller:
-        caller.observe("own", counted(100), names=["text"])
-        with replica_of(SimpleNamespace(address=socket_address), "own") as client:
-            eventually(lambda: has(client, 100))
-            process.send_signal(signal.SIGSTOP)
-            try:
-                assert has(client, 100)  # A service that does not answer costs nothing at first.
-                eventually(lambda: not has(client, 100))
-            finally:
-                process.send_signal(signal.SIGCONT)
-            eventually(lambda: has(client, 100))
-
-
-def test_a_restarted_service_sends_a_new_copy(tmp_path, socket_address):
+def test_a_copy_outlives_a_service_that_stalls_or_stops_for_a_limited_time(tmp_path, socket_address, monkeypatch):
+    monkeypatch.setattr(copies, "TRUSTED_S", 3.0)
     arguments = ("--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path / "snapshots"))
-    with served(*arguments), connected(socket_address) as caller:
+    with served(*arguments) as process, connected(socket_address) as caller:
         caller.observe("own", counted(100), counted(300), names=["one", "two"])
         client = ReplicaClient(socket_address, namespace="own")
         eventually(lambda: has(client, 100))
-    assert has(client, 300)
+        process.send_signal(signal.SIGSTOP)
+        try:
+            assert has(client, 100)  # A service that does not answer costs nothing at first.
+            eventually(lambda: not has(client, 100))
+        finally:
+            process.send_signal(signal.SIGCONT)
+        eventually(lambda: has(client, 100))
+        monkeypatch.undo()
+    assert has(client, 100)
+    monkeypatch.setattr(copies, "TRUSTED_S", 3.0)
+    eventually(lambda: not has(client, 100))
     with served(*arguments), connected(socket_address) as caller:
         caller.call("Forget", namespace="own", request_id="one")
-        eventually(lambda: client.copy.snapshots == 2)
+        # The engine drafts all the time, which must not keep it from using the new copy.
+        eventually(lambda: has(client, 300))
         assert not has(client, 100)
-        assert has(client, 300)
+        assert client.copy.snapshots == 2
         client.close()
 
 
-def test_an_engine_that_drafts_all_the_time_gets_its_copy_back(socket_address, monkeypatch):
-    monkeypatch.setattr(replica_module, "TRUSTED_S", 0.5)
-    monkeypatch.setattr(replica_module, "SILENCE_S", 5.0)
-    arguments = ("--listen", socket_address, "--capacity", "100k")
-    with served(*arguments):
-        client = ReplicaClient(socket_address, namespace="own")
-        eventually(lambda: client.copy.corpus)
-    eventually(lambda: client.copy.corpus is None)
-    with served(*arguments), connected(socket_address) as caller:
-        caller.observe("own", counted(100), names=["text"])
-        eventually(lambda: has(client, 100))
-        client.close()
-
-
-def test_a_missing_service_is_an_error(socket_address):
+def test_a_missing_service_is_an_error(socket_address, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(UserError, match="no drafter answers at"):
         ReplicaClient(socket_address)
     with ReplicaClient(socket_address, required=False) as client:
@@ -275,7 +411,7 @@ def test_a_copy_is_deleted_with_the_right_to_read(tmp_path, socket_address):
 
 
 def test_counts_of_drafts_are_in_the_report(service, caller, name, monkeypatch):
-    monkeypatch.setattr(replica_module, "COUNTED_S", 0.0)
+    monkeypatch.setattr(replica, "COUNTED_S", 0.0)
     caller.observe(name, TEXT.tolist(), names=["text"])
     with replica_of(service, name) as client:
         eventually(lambda: client.copy.corpus.indexed >= len(TEXT))
@@ -323,7 +459,8 @@ class Feeding:
         request = self.copy.request()
         if self.stream is None:
             self.called_at = self.now
-            self.stream = self.namespace.feed.responses("own", self.namespace.corpus, request.copy, request.position)
+            state = feed.CopyStream("own", request.copy, request.position, MAX_CAPACITY, "", [])
+            self.stream = self.namespace.feed.responses(self.namespace.corpus, state)
         self.copy.receive(await anext(self.stream), self.called_at)
 
     async def do(self, what, number):
@@ -340,7 +477,7 @@ class Feeding:
         elif what == "break":
             await self.end_stream()
         elif what in ("wait", "wait long"):
-            self.now += replica_module.TRUSTED_S * (0.3 if what == "wait" else 1.1)
+            self.now += copies.TRUSTED_S * (0.3 if what == "wait" else 1.1)
         elif what == "reload":
             await self.close()
             for each in [*self.known]:
@@ -358,7 +495,7 @@ class Feeding:
             corpus.refresh()
             held = corpus.request_times()
             for number, moment in self.forgotten_at.items():
-                assert hash_of(f"{number}") not in held or self.now - moment <= replica_module.TRUSTED_S
+                assert hash_of(f"{number}") not in held or self.now - moment <= copies.TRUSTED_S
 
     async def check_end(self):
         """Check that the copy equals the namespace once it has received everything."""

@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.client.streams import SLICE_BYTES, SocketStream
 from drafter_service.transport.address import Address
-from drafter_service.transport.wire import MAGIC, Frames
+from drafter_service.transport.wire import MAGIC, Frames, framed
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_server_thread
 from tests.strategies import examples
 
@@ -98,9 +99,39 @@ def test_a_broken_connection_accepts_requests_and_ends_the_pump(pipe):
     pipe.send(b"3")
 
 
-def test_closing_a_stream_ends_the_waits():
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (struct.pack("<I", 4 | 1 << 31) + b"\xff" * 4, "a frame does not hold an Error"),
+        (struct.pack("<I", 0x7FFF_FFFF), "a frame has 2147483647 bytes; the maximum is 67108864"),
+    ],
+)
+def test_bytes_that_are_no_valid_frames_end_the_stream(pipe, data, reason):
+    pipe.far.send(data)
+    pipe.pumping.start()
+    assert pipe.stream.receive() == []
+    pipe.pumping.join(TIMEOUT_S)
+    assert str(pipe.stream.failure) == reason
+
+
+@pytest.mark.parametrize("poll_s", [0.0, 0.001, TIMEOUT_S])
+def test_a_response_ends_the_wait(poll_s):
     near, far = socket.socketpair()
-    stream = SocketStream(near, "")
+    stream = SocketStream(near, "", poll_s)
+    for delay_s in (0.0, 0.01):
+        sending = threading.Timer(delay_s, far.send, [framed(b"response")])
+        sending.start()
+        assert stream.wait(TIMEOUT_S)
+        assert stream.receive() == [b"response"]
+        sending.join()
+    stream.close()
+    far.close()
+
+
+@pytest.mark.parametrize("poll_s", [0.0, 0.001, TIMEOUT_S])
+def test_closing_a_stream_ends_the_waits(poll_s):
+    near, far = socket.socketpair()
+    stream = SocketStream(near, "", poll_s)
     assert not stream.wait(0.0)
     assert not stream.wait(0.002)
     near.close()  # As if `close` had been called after `wait` had found the stream open.
@@ -140,21 +171,21 @@ def test_a_lack_of_descriptors_does_not_select_grpc(socket_address, monkeypatch)
 
 FORKING = """
 import os, sys
+import numpy as np
 from drafter_service.client import DrafterClient
 from ssd.errors import UserError
-from tests.replay import progress_of
-from tests.strategies import array
+from ssd.types import Progress
+def tokens(*ids):
+    return np.array(ids, np.uint32)
+def draft(*committed):
+    return client.draft(Progress.of_one(1, tokens(*committed), max_draft=1)).tokens.tolist()
 client = DrafterClient(sys.argv[1], deadline_s=30)
 assert client.transport == "socket"
-client.start(1, array([5]))
-client.draft(progress_of({1: []}, limit=1))
+client.start(1, tokens(5))
+draft()
 if (child := os.fork()) == 0:
     wrong = 0
-    for call in (
-        lambda: client.draft(progress_of({1: [9]}, limit=1)),
-        lambda: client.start(2, array([5])),
-        lambda: client.finish(1, array([5])),
-    ):
+    for call in (lambda: draft(9), lambda: client.start(2, tokens(5)), lambda: client.finish(1, tokens(5))):
         try:
             call()
             wrong += 1
@@ -163,7 +194,7 @@ if (child := os.fork()) == 0:
     client.close()
     os._exit(wrong)
 assert os.waitpid(child, 0)[1] == 0
-assert client.draft(progress_of({1: [6]}, limit=1)).tokens.tolist() == [1]
+assert draft(6) == [1]
 assert client.counters.reconnects == 0 and client.lost is None
 client.close()
 """

@@ -22,8 +22,8 @@ MADE = build_report(service(busy_namespace()))
 DOCUMENT = MADE.model_dump_json()
 
 
-def link_to(address, token=None):
-    return Link(address=address, token_file=token)
+def link_to(address):
+    return Link(address=address)
 
 
 def run(command, *arguments):
@@ -38,15 +38,6 @@ def test_fetched_report_is_the_one_sent(socket_address):
     with reporting(socket_address, reporter):
         assert fetch_report(link_to(socket_address), "team") == MADE
     assert reporter.requests[0].namespace == "team"
-
-
-def test_request_carries_the_bearer_token(socket_address, tmp_path):
-    (tmp_path / "token").write_text("secret\n")
-    (tmp_path / "token").chmod(0o600)
-    reporter = Reporter(DOCUMENT)
-    with reporting(socket_address, reporter):
-        fetch_report(link_to(socket_address, tmp_path / "token"))
-    assert ("authorization", "Bearer secret") in reporter.metadata
 
 
 def test_unknown_fields_are_ignored(socket_address):
@@ -76,11 +67,6 @@ def test_failures_are_explained_in_one_line(socket_address, reporter, reason):
     assert "\n" not in str(raised.value)
 
 
-def test_missing_service_is_reported_with_the_command_that_starts_one(socket_address):
-    with pytest.raises(UserError, match=r"no drafter answers at .*; start one with: ssd-drafter serve --listen"):
-        fetch_report(link_to(socket_address))
-
-
 def test_output_as_tables_json_and_page(socket_address, tmp_path):
     with reporting(socket_address, Reporter(DOCUMENT)):
         tables = run(report, "--address", socket_address)
@@ -91,11 +77,6 @@ def test_output_as_tables_json_and_page(socket_address, tmp_path):
     assert "<h3>Calibration</h3>" in (tmp_path / "out.html").read_text()
     assert printed.stderr == f"wrote {tmp_path / 'out.html'}\n"
     assert quiet.stdout == ""
-
-
-def test_an_address_that_is_none_is_refused():
-    with pytest.raises(UserError, match="is not an address"):
-        run(report, "--address", "nonsense")
 
 
 def test_unwritable_page_is_an_error(socket_address, tmp_path):

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import os
 import re
-import subprocess
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from drafter_service.ingest import pipeline, sinks
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.sinks import OfflineSink
-from drafter_service.server.requests import default_namespace
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -27,13 +27,16 @@ from tests.drafter_service.raw import connected
 from tests.servers import served
 
 
-def invoke(*arguments):
+def result_of(*arguments):
     """Run the command; return what it prints, in lines of up to 300 characters. Raises its errors."""
     # With FORCE_COLOR, lines would have 80 characters where TERM is "dumb".
-    result = CliRunner(env={"COLUMNS": "300", "FORCE_COLOR": None}).invoke(
+    return CliRunner(env={"COLUMNS": "300", "FORCE_COLOR": None}).invoke(
         warm, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False
     )
-    return result.stdout
+
+
+def invoke(*arguments):
+    return result_of(*arguments).stdout
 
 
 def text_of(path):
@@ -60,14 +63,14 @@ def test_snapshot_is_created_and_extended(tmp_path):
 def test_snapshot_keeps_its_other_contents(tmp_path):
     corpus, stats = Corpus(1 << 20, 16), Stats()
     corpus.append(np.array([5, 6, 7], np.uint32), "old")
-    corpus.learned.arrays[0][0] = 0.25
+    corpus.learned.cells[0] = 0.25
     stats.counters.steps[:] = 11
     snapshot.save(corpus, tmp_path / "c.ssd", stats)
     write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1]}])
     invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c.ssd", "--capacity", "1M")
     loaded = snapshot.load(tmp_path / "c.ssd", 1 << 20, 16)
     assert loaded.corpus.tokens == 6
-    assert (loaded.corpus.learned.arrays[0][0] == 0.25).all()
+    assert (loaded.corpus.learned.cells[0] == 0.25).all()
     assert (loaded.stats.counters.steps == 11).all()
 
 
@@ -121,10 +124,12 @@ def test_default_namespace_is_that_of_engines_with_the_model(tmp_path, monkeypat
     monkeypatch.setattr(
         "drafter_service.ingest.sinks.RemoteSink", lambda *where, **_: called.append(where) or Collected()
     )
-    invoke("--from", tmp_path / "a.jsonl", "--address", "unix:/x", "--tokenizer", MODEL)
+    result = result_of("--from", tmp_path / "a.jsonl", "--address", "unix:/x", "--tokenizer", MODEL)
+    learning, warning = result.stderr.splitlines()[:2]
+    assert learning == "learning into the namespace n (5 tokens)"
+    assert warning.startswith("warning: namespace n is empty, but namespace other holds 7 tokens")
     ((_, namespace, model, _),) = called
-    assert model == model_identity(MODEL)
-    assert namespace == default_namespace(model)
+    assert (namespace, model) == ("", model_identity(MODEL))
 
 
 def test_loads_that_learn_nothing_fail(tmp_path):
@@ -189,23 +194,30 @@ def test_dry_runs_read_everything_and_learn_nothing(tmp_path):
         invoke("--from", tmp_path / "a.jsonl", "--dry-run")
 
 
+@contextmanager
+def standard_input(log, *, is_pipe):
+    """Make a file, or a pipe with its content, the standard input of this process."""
+    kept, (source, sink) = os.dup(0), os.pipe()
+    with log.open("rb") as file, os.fdopen(source), os.fdopen(sink, "wb") as pipe:
+        pipe.write(file.read())
+        pipe.close()
+        file.seek(0)
+        os.dup2(source if is_pipe else file.fileno(), 0)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 0)
+            os.close(kept)
+
+
 @pytest.mark.parametrize("is_pipe", [True, False])
 def test_standard_input_is_read(tmp_path, is_pipe):
     """A second log on standard input is not skipped as the first one."""
-    command = [sys.executable, "-c", "from drafter_service.commands import run; run()", "warm", "--from", "-"]
     for token, expected in ((1, [[1]]), (2, [[1], [2]]), (1, [[1], [2]])):
         log = write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [token]}])
-        with log.open("rb") as stdin:
-            source = {"input": log.read_bytes()} if is_pipe else {"stdin": stdin}
-            subprocess.run([*command, "--snapshot", str(tmp_path / "c"), "--capacity", "1M"], check=True, **source)
+        with standard_input(log, is_pipe=is_pipe):
+            invoke("--from", "-", "--snapshot", tmp_path / "c", "--capacity", "1M")
         assert text_of(tmp_path / "c") == expected
-
-
-def test_loads_without_new_text_succeed(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
-    arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--capacity", "1M")
-    invoke(*arguments)
-    assert re.search("documents already known *│ 1 ", invoke(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -213,6 +225,7 @@ def test_loads_without_new_text_succeed(tmp_path):
     [
         (["--from", "{}/a.jsonl"], "give a destination: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--namespace", "n"], "not both"),
+        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--shadow"], "--shadow is for a running service"),
         (["--from", "{}/missing", "--snapshot", "{}/c"], "no such file"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/missing/c"], "create it first"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--capacity", "5"], "--capacity: a corpus holds"),
@@ -252,10 +265,17 @@ def test_interruption_says_what_is_kept(tmp_path, monkeypatch):
         invoke("--from", tmp_path / "a.jsonl", "--namespace", "n")
 
 
-def test_a_load_into_a_service_that_stops_says_what_is_kept(tmp_path, monkeypatch):
-    log = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+def test_a_service_scores_requests_in_shadow_mode_and_its_end_is_reported(tmp_path, monkeypatch):
+    records = [{"prompt_token_ids": list(range(50)), "completion_token_ids": list(range(50, 90))}] * 2
+    log = write_jsonl(tmp_path / "a.jsonl", records)
     address = f"unix:{tmp_path}/s"
     with served("--listen", address, "--capacity", "300k") as process:
+        invoke("--from", log, "--address", address, "--namespace", "n", "--shadow")
+        with connected(address) as caller:
+            (namespace,) = json.loads(caller.call("Report").json)["namespaces"]
+        assert (namespace["shadow"]["observed_requests"], namespace["shadow"]["scored_requests"]) == (2, 2)
+        assert namespace["shadow"]["drafting"]["committed"] == 80
+        assert namespace["corpus"]["learned_tokens"] == 2 * (32 + 40), "of a prompt, the end is learned"
         accept = sinks.RemoteSink.accept
 
         def stop_between_two(sink, documents):
@@ -266,24 +286,6 @@ def test_a_load_into_a_service_that_stops_says_what_is_kept(tmp_path, monkeypatc
             accept(sink, documents)
 
         monkeypatch.setattr(sinks.RemoteSink, "accept", stop_between_two)
+        write_jsonl(log, [{"tokens": [1]}])
         with pytest.raises(UserError, match=r"no drafter answers .*; the same command skips what it has saved"):
-            invoke("--from", log, "--address", address, "--namespace", "n")
-
-
-def test_a_service_scores_requests_in_shadow_mode(tmp_path):
-    records = [{"prompt_token_ids": list(range(50)), "completion_token_ids": list(range(50, 90))}] * 2
-    write_jsonl(tmp_path / "a.jsonl", records)
-    address = f"unix:{tmp_path}/s"
-    with served("--listen", address, "--capacity", "300k"):
-        invoke("--from", tmp_path / "a.jsonl", "--address", address, "--namespace", "n", "--shadow")
-        with connected(address) as caller:
-            (namespace,) = json.loads(caller.call("Report").json)["namespaces"]
-    assert (namespace["shadow"]["observed_requests"], namespace["shadow"]["scored_requests"]) == (2, 2)
-    assert namespace["shadow"]["drafting"]["committed"] == 80
-    assert namespace["corpus"]["learned_tokens"] == 2 * (32 + 40), "of a prompt, the end is learned"
-
-
-def test_a_snapshot_has_no_shadow_mode(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
-    with pytest.raises(UserError, match="--shadow is for a running service"):
-        invoke("--from", tmp_path / "a.jsonl", "--shadow", "--snapshot", "c")
+            invoke("--from", log, "--address", address, "--namespace", "other")

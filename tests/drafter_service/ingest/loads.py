@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from drafter_service.client.protocol import NamespaceState
 from drafter_service.ingest.containers import BINARY, EMPTY, NO_RECORDS, NOT_TEXT, read_batches
 from drafter_service.ingest.documents import Totals
 from drafter_service.ingest.files import list_files
@@ -100,6 +101,8 @@ def tokenized(text):
 
 class Collected:
     """A sink that keeps all documents."""
+
+    state = NamespaceState("n", 5, "other", 7)
 
     def __init__(self):
         self.pairs = []

@@ -26,6 +26,7 @@ from drafter_service.ingest.containers import (
     NOT_TEXT,
     NOTEBOOK,
     ONE_SIDE,
+    SQLITE,
     VLLM_LOG,
     YAML,
     kind_of,
@@ -68,17 +69,31 @@ from tests.drafter_service.ingest.loads import (
         ("a.txt", "prompt\tcompletion\nq\tone\n", ["one"], {}),
         ("a.csv", "completion\n" + "x" * 200_000 + "\n", ["x" * 200_000], {}),
         ("a.csv", 'response\n"{""choices"": [{""text"": ""one""}]}"\n{not json}\n', ["one", "{not json}"], {}),
+        (
+            "a.csv",
+            "messages\n\"[{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'one'}]\"\n",
+            ["one"],
+            {},
+        ),
+        ("a.csv", "completion\n\"{'a': code}\"\n\"{'b': 1\"\n", ["{'a': code}", "{'b': 1"], {}),
         ("a.csv", 'prompt,completion\na,"one\nb,two\n', [], {BAD_ROW: 1}),
         ("a.csv", 'prompt,completion\na,"o"ne\nb,two\nc,d,e\nf\n', ["two"], {BAD_ROW: 2, REFUSED: 1}),
         ("a.csv", "prompt,completion\na,\udcff\nb,two\n", ["two"], {NOT_UTF8: 1}),
         ("a.csv", "What is it?,1\nNo,2\n", [], {NO_HEADER: 1}),
         ("a.csv", 'prompt,"comp"letion\na,b\n', [], {NO_HEADER: 1}),
         ("a.csv", "essay,grade\nlong,2\n", [], {REFUSED: 1}),
+        ("a.csv", "model,generation\nm,1\nm,\nm,2.5\nm,3\n", [], {REFUSED: 4}),
+        ("a.csv", "prompt,completion\n6+1,7\nq,one\n6,6\n", ["one"], {REFUSED: 2}),
     ],
 )
 def test_csv(tmp_path, name, content, outputs, faults):
     (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     assert outputs_in(tmp_path / name) == (outputs, faults)
+
+
+def test_numbers_in_a_column_that_the_user_names_are_read(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer\n6+1,7\n6+2,8\n6+3,9\n")
+    assert outputs_in(tmp_path / "a.csv", fields=("question", "answer")) == (["7", "8", "9"], {})
 
 
 @pytest.mark.parametrize("kind", ["parquet", "groups", "file", "stream", "cut"])
@@ -97,12 +112,11 @@ def test_tables_with_columns_of_token_ids(tmp_path, kind):
     assert (len(documents) < 50, reading.faults.count) == ((True, 1) if kind == "cut" else (False, 0))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
-def test_compressed_files_are_recognized_by_their_content(tmp_path, compress, name):
+def test_compressed_files_are_recognized_by_their_content(tmp_path, compress):
     lines = write_jsonl(tmp_path / "lines", RECORDS).read_bytes()
-    (tmp_path / name).write_bytes(compress(lines))
-    documents, reading = documents_in(tmp_path / name, reading=small())
+    (tmp_path / "a.jsonl").write_bytes(compress(lines))
+    documents, reading = documents_in(tmp_path / "a.jsonl", reading=small())
     assert list(documents.values()) == LEARNED
     assert reading.faults.count == 0
 
@@ -128,12 +142,12 @@ def test_pipes(tmp_path, compress):
     os.mkfifo(tmp_path / "pipe")
     names = []
     for first in (1, 1, 2):
-        lines = write_jsonl(tmp_path / "lines", [{"tokens": [first, index]} for index in range(9000)]).read_bytes()
+        lines = write_jsonl(tmp_path / "lines", [{"tokens": [first, index]} for index in range(4000)]).read_bytes()
         writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[compress(lines)])
         writer.start()
         documents, reading = documents_in(tmp_path / "pipe", reading=small())
         writer.join()
-        assert list(documents.values()) == [[first, index] for index in range(9000)]
+        assert list(documents.values()) == [[first, index] for index in range(4000)]
         assert reading.faults.count == 0
         names.append(list(documents))
     assert names[0] == names[1]
@@ -202,13 +216,6 @@ def test_text_records_have_the_end_of_their_prompt_as_prefix(tmp_path, vocabular
     assert document == tokenized(prompt) + tokenized("print(f())\n")
 
 
-def test_messages_pass_through_the_chat_template(tmp_path, vocabulary):
-    messages = [{"role": "user", "content": "import os"}, {"role": "assistant", "content": "def f"}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
-    (document,) = documents_in(path, reading=Reading(vocabulary))[0].values()
-    assert document == tokenized("<|user|>import os<|end|><|assistant|>")[-PREFIX_TOKENS:] + tokenized("def f")
-
-
 def test_parquet_with_gaps(tmp_path):
     path = tmp_path / "a.parquet"
     ids = pa.array([[1, 2], None, [], [3], [4, None], [-1]], pa.list_(pa.int64()))
@@ -251,32 +258,31 @@ def test_parquet_without_known_columns(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int64, ">u4"])
-def test_rows_of_an_array_are_documents(tmp_path, dtype):
-    rows = np.arange(3000).reshape(30, 100)
-    np.save(tmp_path / "a.npy", rows.astype(dtype))
-    documents, _ = documents_in(tmp_path / "a.npy", reading=small())
-    assert list(documents.values()) == rows.tolist()
-
-
-def test_arrays_without_lengths_are_split(tmp_path, monkeypatch):
+def test_rows_of_an_array_are_documents_and_others_are_split(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(token_files, "PIECE_TOKENS", 400)
-    np.save(tmp_path / "a.npy", np.arange(1000))
-    documents, _ = documents_in(tmp_path / "a.npy", reading=small())
-    assert [len(document) for document in documents.values()] == [400, 400, 200]
-    assert [token for document in documents.values() for token in document] == list(range(1000))
+    rows = np.arange(3000).astype(dtype).reshape(30, 100)
+    np.save(tmp_path / "a.npy", rows)
+    assert list(documents_in(tmp_path / "a.npy", reading=small())[0].values()) == rows.tolist()
+    np.save(tmp_path / "a.npy", rows.ravel()[:1000])
+    pieces = [range(400), range(400, 800), range(800, 1000)]
+    assert list(documents_in(tmp_path / "a.npy", reading=small())[0].values()) == [list(piece) for piece in pieces]
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_archives_contain_lengths_of_documents(tmp_path, save):
     save(tmp_path / "a.npz", tokens=np.arange(10), offsets=[0, 3, 3, 10])
     documents, _ = documents_in(tmp_path / "a.npz")
-    assert list(documents.values()) == [[0, 1, 2], list(range(3, 10))]
-    assert [name.rpartition(":")[2] for name in documents] == ["1", "3"]
-
-
-def test_traces_have_prompts(tmp_path):
-    tokens = np.arange(2000, dtype=np.uint32)
-    np.savez(tmp_path / "a.npz", tokens=tokens, prompt_len=[900, 40, 10], output_len=[100, 0, 950], session=[0, 1, 2])
+    assert {name.rpartition(":")[2]: tokens for name, tokens in documents.items()} == {
+        "1": [0, 1, 2],
+        "3": [*range(3, 10)],
+    }
+    save(
+        tmp_path / "a.npz",
+        tokens=np.arange(2000),
+        prompt_len=[900, 40, 10],
+        output_len=[100, 0, 950],
+        session=[0, 1, 2],
+    )
     documents, _ = documents_in(tmp_path / "a.npz")
     assert list(documents.values()) == [list(range(900 - PREFIX_TOKENS, 1000)), list(range(1040, 2000))]
 
@@ -379,6 +385,8 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "arrow": (b"ARROW1\0\0", "Arrow"),
         "stream.json": (b"\xff\xff\xff\xff\x10\0\0\0", "Arrow"),
         "program": (b"\x7fELF\0", BINARY),
+        "chats.db": (b"SQLite format 3\0\x10\0", SQLITE),
+        ".aider.llm.history": (b"TO LLM 2026-01-01T10:00:00\n-------\nUSER Why?\n" + record, CHAT_LOG),
         "config.yaml": (b"a: 1\n", YAML),
         "calls.yaml": (b"- request:\n    body: '" + record + b"'\n" + record, YAML),
         "calls.log": (b"---\nhttp_interactions:\n- request: " + record, YAML),
@@ -403,6 +411,13 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "iso.md": (b"### USER (2025-10-27T10:01:00Z)\n\nWhy?\n\n### ASSISTANT (2025-10-27)\n\nSo.\n", CHAT_LOG),
         "charla.md": ("### Mensaje 1 — Usuario\nHola\n\n### Mensaje 2 — Asistente\nHola\n".encode(), CHAT_LOG),
         "log.txt": (b"2025-10-27 10:01:00 User: Why?\n2025-10-27 10:02:00 Agent: So.\n", CHAT_LOG),
+        "exported.md": (b"# Sea\n\n_**User**_\n\nWhy?\n\n_**Assistant**_\n\nSo.\n", CHAT_LOG),
+        "exported2.md": (b"**User**\n\nWhy?\n\n---\n\n**Cursor**\n\nSo.\n", CHAT_LOG),
+        "prompts.md": (b"## Prompt:\nWhy?\n\n## Response:\nSo.\n", CHAT_LOG),
+        "terminal.txt": ("> Why?\n\n⏺ Bash(ls)\n  ⎿  a.py\n\n⏺ So.\n".encode(), CHAT_LOG),
+        "api.md": (b"Prompt: a text.\nResponse: a text.\n", "text"),
+        "copied.md": (b"ann: Why?\n\nHow?\n\nGitHub Copilot: Read [](file:///a.py)\n\nSo.\n", CHAT_LOG),
+        "tools.md": (b"Assistants: a list.\nGitHub Copilot is one.\n", "text"),
         "vllm.txt": (b"INFO 11-22 10:00:00 [logger.py:42] Received request cmpl-1-0: prompt: 'a'\n" * 3, VLLM_LOG),
         "parameters.md": (b"- `user`: an id\n- `model` (such as gpt-4.1)\n- 3 users - model\n", "text"),
     }

@@ -15,32 +15,23 @@ def tree(tmp_path):
     return tmp_path
 
 
-def names(tree, *sources):
-    return [file.name.removeprefix(f"{tree}/") for file in list_files(sources)]
-
-
-def test_folders_are_read_by_name_without_hidden_files(tree):
-    assert names(tree, str(tree)) == ["a.txt", "b/1.jsonl", "b/2.jsonl", "odd[1].txt"]
-
-
-def test_sources_keep_their_order(tree):
-    assert names(tree, f"{tree}/b/2.jsonl", f"{tree}/a.txt") == ["b/2.jsonl", "a.txt"]
-
-
-def test_globs(tree):
-    assert names(tree, f"{tree}/b/*.jsonl") == ["b/1.jsonl", "b/2.jsonl"]
-    assert names(tree, f"file://{tree}/b/*2*") == ["b/2.jsonl"]
-    assert names(tree, f"{tree}/?") == ["b/1.jsonl", "b/2.jsonl"]
-
-
-def test_names_with_characters_of_globs(tree):
-    assert names(tree, f"{tree}/odd[1].txt") == ["odd[1].txt"]
-
-
-def test_relative_paths_have_absolute_names(tree, monkeypatch):
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        (["{tree}"], ["a.txt", "b/1.jsonl", "b/2.jsonl", "odd[1].txt"]),
+        (["{tree}/b/2.jsonl", "{tree}/a.txt"], ["b/2.jsonl", "a.txt"]),
+        (["{tree}/b/*.jsonl"], ["b/1.jsonl", "b/2.jsonl"]),
+        (["file://{tree}/b/*2*"], ["b/2.jsonl"]),
+        (["{tree}/?"], ["b/1.jsonl", "b/2.jsonl"]),
+        (["{tree}/odd[1].txt"], ["odd[1].txt"]),
+        (["1.jsonl"], ["b/1.jsonl"]),
+        (["."], ["b/1.jsonl", "b/2.jsonl"]),
+    ],
+)
+def test_files_are_listed_by_source_and_name_without_hidden_ones(tree, monkeypatch, sources, expected):
     monkeypatch.chdir(tree / "b")
-    assert names(tree, "1.jsonl") == ["b/1.jsonl"]
-    assert names(tree, ".") == ["b/1.jsonl", "b/2.jsonl"]
+    files = list_files([source.format(tree=tree) for source in sources])
+    assert [file.name.removeprefix(f"{tree}/") for file in files] == expected
 
 
 @pytest.mark.parametrize(

@@ -88,38 +88,23 @@ def test_whole_prompts_are_not_kept_in_memory(tmp_path):
     assert item.prompt.base is None
 
 
-@pytest.mark.parametrize("where", ["accept", "finish"])
-def test_errors_of_the_sink_end_the_load(tmp_path, where):
-    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1] * 100}] * 1000)
-
-    class Broken(Collected):
-        """A sink that fails."""
+@pytest.mark.parametrize("where", ["accept", "finish", "encode", "read_batches"])
+def test_errors_of_the_sink_the_tokenizer_and_the_source_end_the_load(tmp_path, vocabulary, monkeypatch, where):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "import"}] * 1000)
 
     def fail(*_):
-        raise UserError("full")
+        raise MemoryError("full")
 
-    setattr(Broken, where, fail)
-    with pytest.raises(UserError, match="full"):
-        load([tmp_path], Broken(), Reading(block_bytes=1000))
+    def broken(*_):
+        yield Batch([Item("a", None, np.array([1], np.uint32))], 1)
+        fail()
+
+    owner = {"encode": vocabulary, "read_batches": pipeline}.get(where, sink := Collected())
+    monkeypatch.setattr(owner, where, broken if where == "read_batches" else fail)
+    with pytest.raises(MemoryError, match="full"):
+        load([tmp_path], sink, Reading(vocabulary, block_bytes=1000))
     assert threads_of_loads() == []
-
-
-def test_errors_of_the_tokenizer_end_the_load(tmp_path, vocabulary, monkeypatch):
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 1000)
-
-    def fail(_):
-        raise MemoryError
-
-    monkeypatch.setattr(vocabulary, "encode", fail)
-    with pytest.raises(MemoryError):
-        load([tmp_path], Collected(), Reading(vocabulary, block_bytes=1000))
-    assert threads_of_loads() == []
-
-
-def test_text_needs_a_tokenizer(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 10)
-    with pytest.raises(UserError, match="--tokenizer FOLDER"):
-        load([tmp_path], Collected())
+    assert where != "read_batches" or sink.pairs == [("a", [1])]
 
 
 def test_long_logs_of_text_without_a_tokenizer_fail_early(tmp_path):
@@ -147,19 +132,6 @@ def test_messages_refused_by_the_chat_template_are_counted(tmp_path):
     load([tmp_path / "a.jsonl"], Collected(), reading)
     assert [fault.places for fault in reading.faults.by_reason.values()] == [[f"{tmp_path}/a.jsonl:1"]]
     assert "secret" not in str(reading.faults.by_reason)
-
-
-def test_errors_of_a_source_follow_its_batches(tmp_path, monkeypatch):
-    def broken(*_):
-        yield Batch([Item("a", None, np.array([1], np.uint32))], 1)
-        raise ValueError("no more")
-
-    monkeypatch.setattr(pipeline, "read_batches", broken)
-    sink = Collected()
-    with pytest.raises(ValueError, match="no more"):
-        load([], sink)
-    assert sink.pairs == [("a", [1])]
-    assert threads_of_loads() == []
 
 
 def test_threads_end_when_the_iterator_is_closed(monkeypatch):

@@ -112,13 +112,13 @@ def test_memory_for_texts_without_words_is_bounded(monkeypatch):
         ({"tekken.json": b"{}"}, r"Mistral \(tekken.json\) and no tokenizer.json; convert it"),
         ({"tokenizer.model": b""}, "SentencePiece.*AutoTokenizer"),
         ({"qwen.tiktoken": b"", "x.gguf": b""}, "tiktoken.*AutoTokenizer"),
-        ({"m-Q4.gguf": b"GGUF"}, "is GGUF"),
+        ({"m-Q4.gguf": b"GGUF"}, "has no tokenizer.json; give its GGUF file, .*m-Q4.gguf"),
     ],
 )
 def test_folders_without_a_tokenizer(tmp_path, files, message):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"--tokenizer: .*{message}"):
+    with pytest.raises(UserError, match=message):
         Vocabulary(tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_folders_without_a_tokenizer(tmp_path, files, message):
     [
         ("Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir FOLDER"),
         ("./missing/model", "there is no folder"),
-        ("m.gguf", "is GGUF"),
+        ("m.gguf", "is a file; give the folder"),
         ("tokenizer.json", "is a file; give the folder"),
     ],
 )
@@ -135,7 +135,7 @@ def test_other_things_than_folders(tmp_path, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
     for name in ("m.gguf", "tokenizer.json"):
         (tmp_path / name).touch()
-    with pytest.raises(UserError, match=f"--tokenizer: .*{message}"):
+    with pytest.raises(UserError, match=message):
         Vocabulary(Path(path))
 
 

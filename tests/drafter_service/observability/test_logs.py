@@ -195,7 +195,7 @@ def test_no_text_of_callers_reaches_the_log_of_the_service(socket_address):
     """Send text, tokens, keys and names of files wherever a request takes them, most of them to be refused."""
     key, file, token = "9c1185a5c5e9fc54612808977ee8f548", f"/home/watson/{SECRET}.txt", 770_077
     names = {"name": file, "tokenizer": SECRET, "adapter": key, "vocab_size": 10**6}
-    known = {"sequence_id": 1, "tokens": [token] * 9, "request_id": file, "session_id": key}
+    known = {"sequence_id": 1, "prompt": [token] * 9, "request_id": file, "session_id": key}
     refused = [
         {"hello": hello("a", tokenizer=key)},
         *({"hello": hello(name)} for name in (SECRET, file, f"{key}\n", "x" * 200 + SECRET)),

@@ -1,6 +1,7 @@
 """Prometheus metrics: values, sums, documentation and the endpoint."""
 
 import asyncio
+import errno
 import shutil
 import socket
 import subprocess
@@ -10,6 +11,8 @@ import urllib.request
 from contextlib import contextmanager
 from http.client import RemoteDisconnected
 from pathlib import Path
+from socketserver import ThreadingTCPServer
+from types import SimpleNamespace
 from unittest.mock import Mock
 from urllib.error import HTTPError
 
@@ -32,13 +35,12 @@ from drafter_service.observability.report.schema import SharedLogReport
 from ssd.budget.totals import BudgetTotals
 from ssd.errors import UserError
 from ssd.stats import ACCEPTED, VERIFIED, Stats
-from tests.drafter_service.observability.report.samples import durations, filled_namespace, filled_stats, service
+from tests.drafter_service.observability.report.samples import busy_namespace, durations, service
 
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
 LOG = SharedLogReport(
     published_tokens=11, consumed_tokens=12, dropped_tokens=14, malformed=17, gaps=18, is_connected=True, lag_s=1.5
 )
-DRAFT_LATENCY = "ssd_drafter_draft_latency_seconds"
 
 
 def metered(*namespaces, log=LOG):
@@ -79,38 +81,29 @@ def families(*namespaces):
     return list(DrafterCollector(lambda: metered(*namespaces)).collect())
 
 
-def test_counters_of_a_namespace_over_http():
-    stats = filled_stats(1)
-    counters = stats.counters
-    with scraped(lambda: metered(filled_namespace(stats=stats))) as read:
-        values = samples(read())
-    assert values["ssd_drafter_steps_total", "main"] == stats.steps
-    assert values["ssd_drafter_hits_total", "main"] == stats.hits
-    assert values["ssd_drafter_committed_tokens_total", "main"] == stats.committed
-    assert values["ssd_drafter_verified_tokens_total", "local", "main"] == counters.by_source[1, VERIFIED]
-    assert values["ssd_drafter_accepted_tokens_total", "corpus", "main"] == counters.by_source[0, ACCEPTED]
-
-
-def test_durations_of_steps_are_sums_over_their_sizes():
+def test_values_are_those_of_the_facts():
+    """Every metric without labels of its own, over HTTP; the others have tests below."""
     budget = BudgetTotals(withheld=400)
     budget.sizes[3], budget.sizes[14] = (50, 1.5, 1.25), (1, 2.0, 3.0)
-    values = collected(DrafterCollector(lambda: metered(filled_namespace(budget=budget))))
-    names = ("recorded_steps", "step_seconds", "expected_step_seconds", "withheld_tokens")
-    assert [values[f"ssd_drafter_{name}_total", "main"] for name in names] == [51, 3.5, 4.25, 400]
-
-
-def test_other_metrics_of_namespaces_and_the_service():
-    values = collected(DrafterCollector(lambda: metered(filled_namespace())))
+    facts = busy_namespace("main", 1_000_000, budget=budget)
     of_namespace = {
-        "corpus_capacity_tokens": 1000,
-        "corpus_tokens": 900,
-        "appended_tokens_total": 70_000,
-        "waiting_tokens": 60,
-        "merges_total": 50,
-        "memory_bytes": 12_345,
-        "streams": 3,
-        "sequences": 17,
-        "client_reconnects_total": 4,
+        "steps_total": facts.stats.steps,
+        "hits_total": facts.stats.hits,
+        "committed_tokens_total": facts.stats.committed,
+        # Sums over sizes of steps.
+        "recorded_steps_total": 51,
+        "step_seconds_total": 3.5,
+        "expected_step_seconds_total": 4.25,
+        "withheld_tokens_total": 400,
+        "corpus_capacity_tokens": 16_000_000,
+        "corpus_tokens": 8_999_991,
+        "appended_tokens_total": 9_000_000,
+        "waiting_tokens": 812,
+        "merges_total": 11_111,
+        "memory_bytes": 196_000_000,
+        "streams": 4,
+        "sequences": 212,
+        "client_reconnects_total": 2,
     }
     of_service = {
         "namespaces": 1,
@@ -123,11 +116,16 @@ def test_other_metrics_of_namespaces_and_the_service():
         "log_malformed_entries_total": 17,
         "log_gaps_total": 18,
     }
-    for name, value in of_namespace.items():
-        assert values[f"ssd_drafter_{name}", "main"] == value
-    for name, value in of_service.items():
-        assert values[f"ssd_drafter_{name}",] == value
+    with scraped(lambda: metered(facts)) as read:
+        values = samples(read())
+    assert {name: values[f"ssd_drafter_{name}", "main"] for name in of_namespace} == of_namespace
+    assert {name: values[f"ssd_drafter_{name}",] for name in of_service} == of_service
     assert values["ssd_drafter_info", "1.2.3"] == 1
+    counters = facts.stats.counters.by_source
+    assert values["ssd_drafter_verified_tokens_total", "local", "main"] == counters[1, VERIFIED]
+    assert values["ssd_drafter_accepted_tokens_total", "corpus", "main"] == counters[0, ACCEPTED]
+    latency = [values[f"ssd_drafter_draft_latency_seconds_{name}", "main"] for name in ("count", "sum")]
+    assert latency == [facts.draft_latency.count, pytest.approx(facts.draft_latency.total_s)]
 
 
 def test_log_metrics_need_a_shared_log():
@@ -137,22 +135,11 @@ def test_log_metrics_need_a_shared_log():
 
 @given(st.lists(st.floats(1e-7, 50) | st.sampled_from(BOUNDS_S), max_size=30))
 def test_buckets_count_durations_up_to_their_bound(seconds):
-    counts, total_s = buckets(durations(*seconds))
-    assert [bound for bound, _ in counts] == list(BUCKETS)
-    for bound, count in counts:
-        # Bucket labels have six digits, the bounds of the bins have more.
-        assert count == sum(each <= float(bound) * (1 + 1e-5) for each in seconds)
+    # Bucket labels have six digits, the bounds of the bins have more.
+    counts = {bound: sum(each <= float(bound) * (1 + 1e-5) for each in seconds) for bound in BUCKETS}
+    counted, total_s = buckets(durations(*seconds))
+    assert dict(counted) == counts
     assert total_s == pytest.approx(sum(seconds))
-
-
-def test_exported_buckets_are_cumulative():
-    values = collected(DrafterCollector(lambda: metered(filled_namespace())))
-    exported = [
-        values[f"{DRAFT_LATENCY}_bucket", "main", bound] for bound in ("2e-05", "4e-05", "0.00064", "10.4858", "+Inf")
-    ]
-    assert exported == [0, 1, 3, 3, 4]
-    assert values[f"{DRAFT_LATENCY}_count", "main"] == 4
-    assert values[f"{DRAFT_LATENCY}_sum", "main"] == pytest.approx(20.00083)
 
 
 VLLM_ENGINE = Engine("vllm/0.32.0 ssd-drafter/0.1.0", "node:1")
@@ -176,8 +163,8 @@ def by_engine(collector):
 
 def test_engines_of_each_namespace_are_exported_for_an_hour_after_they_were_connected():
     uses = {VLLM_ENGINE: used(1, 10, 2), SGLANG_ENGINE: used(2, 5)}
-    other = filled_namespace("b", uses={VLLM_ENGINE: used(1, 1)})
-    collector = DrafterCollector(lambda: metered(filled_namespace("a", uses=uses), other))
+    other = busy_namespace("b", uses={VLLM_ENGINE: used(1, 1)})
+    collector = DrafterCollector(lambda: metered(busy_namespace("a", uses=uses), other))
     vllm, sglang = (("a", each.host, *each) for each in (VLLM_ENGINE, SGLANG_ENGINE))
     assert by_engine(collector) == {
         vllm: (1, 10, 2, 30),
@@ -200,7 +187,7 @@ def test_documentation_lists_every_metric():
         if line.startswith("| `")
     ]
     exported = []
-    for family in families(filled_namespace(stats=filled_stats(1), uses={VLLM_ENGINE: used(1)})):
+    for family in families(busy_namespace(uses={VLLM_ENGINE: used(1)})):
         labels = [label for label in family.samples[0].labels if label != "le"]
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
         exported.append(
@@ -213,7 +200,7 @@ def test_documentation_lists_every_metric():
 
 def test_descriptions_are_sentences_with_units():
     units = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "requests": "requests"}
-    for family in families(filled_namespace()):
+    for family in families(busy_namespace()):
         assert family.documentation.endswith("."), family.name
         for word, unit in units.items():
             if word in family.name.split("_"):
@@ -224,7 +211,7 @@ def test_promtool_accepts_the_metrics():
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; apt-get install prometheus")
-    with scraped(lambda: metered(filled_namespace(stats=filled_stats(1)))) as read:
+    with scraped(lambda: metered(busy_namespace())) as read:
         text = read()
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
     assert not done.stderr
@@ -268,6 +255,20 @@ def test_failures_are_logged_and_the_next_scrape_tries_again(problem, answer, ev
         assert "ssd_drafter_info" in read()
     assert logger.warning.call_args.args == (event,)
     assert not capfd.readouterr().err
+
+
+def test_without_free_descriptors_connections_are_accepted_after_a_pause(monkeypatch):
+    def get_request(server):
+        if pauses.count(metrics.RETRY_S) < 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(server)
+
+    accept, pauses = ThreadingTCPServer.get_request, []
+    monkeypatch.setattr(ThreadingTCPServer, "get_request", get_request)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
+    with scraped(metered) as read:
+        assert "ssd_drafter_info" in read()
+    assert pauses.count(metrics.RETRY_S) == 2
 
 
 def test_endpoint_serves_on_ipv6():

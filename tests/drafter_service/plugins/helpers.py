@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from contextlib import contextmanager
+from types import ModuleType
 
 
 def target(text):
@@ -35,6 +37,22 @@ def use_equal_steps(monkeypatch, module):
     """Let the steps that a module of the plug-ins measures take one second each, whatever the machine's speed."""
     ticks = itertools.count()
     monkeypatch.setattr(f"drafter_service.plugins.{module}.perf_counter", lambda: float(next(ticks)))
+
+
+def stand_in(members, monkeypatch):
+    """Put modules of a host that is not installed into `sys.modules`; members: values by name, by module."""
+    for path, values in members.items():
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            package = ".".join(parts[:end])
+            if package not in sys.modules:
+                module = ModuleType(package)
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, package, module)
+                if end > 1:
+                    monkeypatch.setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module, raising=False)
+        for name, value in values.items():
+            monkeypatch.setattr(sys.modules[path], name, value, raising=False)
 
 
 def session_of(plugin):

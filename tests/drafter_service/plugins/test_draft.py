@@ -33,13 +33,6 @@ def test_the_accepted_tokens_are_the_longest_path(draft, text, verified):
     assert draft.accepted(text, verified) == accepted
 
 
-@given(drafts(), st.integers(0, 9))
-def test_the_first_tokens_are_a_draft(draft, length):
-    cut = draft.cut(length)
-    assert len(cut) == min(length, len(draft))
-    assert all(parent < node for node, parent in enumerate(cut.parents))
-
-
 def test_drafts_end_at_the_vocabulary_and_where_a_host_wants_a_path():
     batch = DraftBatch(
         tokens=np.array([7, 1, 2, 3, 4, 9, 5], np.uint32),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from drafter_service.client.copies import TRUSTED_S
 from drafter_service.plugins.log import ConnectionLog
 
 LOST = "no connection to the drafter at unix:/run/ssd.sock ({}); continuing without drafts"
@@ -36,3 +37,10 @@ def test_refused_connections_and_losses_do_not_hide_each_other(log, reports):
     log.resumed()
     reasons = ["no permission", "it ended the stream", "another tokenizer"]
     assert reports == [*map(LOST.format, reasons), RESUMED]
+
+
+def test_a_loss_says_what_drafts_come_from_meanwhile(reports):
+    log = ConnectionLog("unix:/run/ssd.sock", reports.append, has_copy=True)
+    log.lost("connection reset", is_refused=False)
+    (line,) = reports
+    assert f"with drafts from the copy for at most {TRUSTED_S:.0f} s, then from running requests" in line

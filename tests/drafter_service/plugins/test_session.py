@@ -1,15 +1,21 @@
 """The session: limits, options, ends, failures; over the embedded drafter and over a running sidecar."""
 
 import json
+import tempfile
+import threading
+from pathlib import Path
 
 import pytest
 
 from drafter_service.client import DrafterClient
+from drafter_service.client.tokenizer import TextTokenizer
 from drafter_service.observability.facts import ModelIdentity
+from drafter_service.plugins.hints import MAX_WAITING
 from drafter_service.plugins.namespaces import MAX_NAMESPACES, namespace_name
-from drafter_service.plugins.options import End, HostLimits, RequestOptions
+from drafter_service.plugins.options import MAX_HINT_CHARS, MAX_HINT_TOKENS, End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
+from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import SHAPES
 from ssd.corpus.rollout import Rollout
 from ssd.errors import MAX_FAILURES
@@ -42,6 +48,15 @@ def session():
     assert not reports
 
 
+@pytest.fixture(scope="module")
+def sidecar():
+    """Yield the address of a running sidecar, in which each test has a namespace of its own."""
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        address = f"unix:{folder}/drafter.sock"
+        with served("--listen", address, "--capacity", "100k"):
+            yield address
+
+
 @pytest.fixture
 def host():
     host = SimulatedHost()
@@ -67,39 +82,6 @@ def test_drafts_fit_the_limits(limits, options, longest):
     session.close()
 
 
-def test_drafts_are_shorter_where_verifying_a_token_takes_the_host_more_time():
-    lengths = []
-    for seconds_per_token in (0.01, 0.1, 1.0):
-        session, _ = embedded(max_draft=32)
-        session.start("a", [9])
-        for step in range(200):
-            tokens = 1 + step % 40
-            session.record_step(tokens, 1, 1 + seconds_per_token * tokens)
-            session.draft([("a", [9])])
-        lengths.append(len(first_draft(session, name="b")))
-        session.close()
-    assert lengths[0] > lengths[1] > lengths[2]
-
-
-def test_the_host_limits_the_length_of_the_next_drafts(session):
-    text = list(LOOP)
-    assert len(first_draft(session)) > 5
-    lengths = []
-    for _ in range(4):
-        draft = session.draft([("a", text)])[0]
-        session.schedule({"a": draft[:2]})
-        text += [*draft[:2], (draft[2:] or [1])[0]]
-        lengths.append(len(draft))
-    assert lengths[0] > 5
-    assert lengths[1:] == [2, 4, 2]  # All of two were verified, so four are tried.
-
-
-def test_a_host_that_verifies_nothing_in_a_step_gets_drafts_again(session):
-    draft = first_draft(session)
-    session.schedule({"a": []})
-    assert len(session.draft([("a", [*LOOP, draft[0]])])[0]) == 1
-
-
 def test_a_step_that_did_not_end_verified_nothing(host):
     host.add("a", LOOP, RequestOptions())
     host.draft(["a"])
@@ -114,12 +96,6 @@ def test_an_output_that_ends_before_its_last_draft_is_learned_as_it_was_reported
     host.session.draft([("a", [*LOOP, 4, 5, 6])])
     host.session.finish("a", [*LOOP, 4])
     assert [(told.prompt, told.output) for told in host.drafters["", ""].learned] == [(LOOP, [4, 5, 6])]
-
-
-def test_what_the_plugin_itself_cut_does_not_limit_the_next_drafts(session):
-    draft = first_draft(session)
-    session.schedule({"a": draft[:2]}, {"a": 2})
-    assert len(session.draft([("a", [*LOOP, *draft[:3]])])[0]) > 4
 
 
 def test_of_too_many_requests_the_least_recently_drafted_one_is_dropped():
@@ -154,11 +130,6 @@ def test_what_is_learned(host, end, options, is_learned):
     host.step(["a"])
     host.end("a", end)
     assert len(host.drafters["", ""].learned) == is_learned
-
-
-def test_hints_are_drafted_from(session):
-    hints = [21, 22, 23, 24]
-    assert first_draft(session, [9, 21, 22], RequestOptions(hints=tuple(hints)))[:2] == [23, 24]
 
 
 def test_salts_and_adapters_share_no_text(session):
@@ -213,6 +184,9 @@ def test_sessions_of_two_users_differ():
 
 def test_extras_of_a_request():
     extras = {"ssd_private": True, "ssd_session": "chat", "ssd_max_draft": 2, "hints": [1], "temperature": 3, "x": None}
+    for hints, expected in (("a", ("a",)), (["a", "", "b"], ("a", "b"))):
+        assert RequestOptions().with_extras({"hints": hints}).hint_texts == expected
+    assert RequestOptions(hints=(1,)).with_extras({"hints": []}).hints == (1,)
     assert RequestOptions().with_extras(extras) == RequestOptions(private=True, session="chat", max_draft=2, hints=(1,))
     rollout = {"ssd_group": "problem", "ssd_version": 3}
     assert RequestOptions().with_extras(rollout).rollout == Rollout("problem", 3)
@@ -239,8 +213,10 @@ def test_rollouts_without_a_group_have_one_of_their_prompt():
         {"ssd_private": "no"},
         {"ssd_session": 3},
         {"ssd_max_draft": True},
-        {"hints": "text"},
+        {"hints": 5},
         {"hints": [1.0]},
+        {"hints": ["text", 1]},
+        {"hints": [1, True]},
         {"ssd_group": 10_240 * "a"},
         {"ssd_group": "\ud800"},
         {"ssd_version": -1, "ssd_group": "a"},
@@ -257,19 +233,12 @@ def test_a_request_with_unreadable_extras_has_no_drafts(extras):
     session.close()
 
 
-def test_a_prompt_outside_of_the_vocabulary_has_no_drafts():
-    session, reports = embedded()
-    assert first_draft(session, [1, 50, 1]) == first_draft(session, [1, -1, 1], name="b") == []
-    assert len(reports) == 1
-    session.close()
-
-
 def test_the_drafter_gets_no_tokens_outside_the_vocabulary_of_the_models_files():
     reports = []
     settings = PluginSettings(sidecar="embedded", capacity=20_000, model=ModelIdentity(vocab_size=6))
     session = HostSession(settings, HostLimits(max_draft=8, vocab_size=50), reports.append)
     assert first_draft(session)
-    assert first_draft(session, [1, 6, 1], name="b") == []
+    assert first_draft(session, [1, 6, 1], name="b") == first_draft(session, [1, -1, 1], name="c") == []
     assert len(reports) == 1
     session.close()
 
@@ -326,7 +295,7 @@ def test_a_drafter_that_fails_again_and_again_is_switched_off():
 @pytest.mark.parametrize("address", ["nowhere", "unix:/nonexistent/drafter.sock"])
 def test_a_missing_sidecar_costs_drafts_and_is_reported_once(address):
     reports = []
-    session = HostSession(PluginSettings(sidecar=address), LIMITS, reports.append)
+    session = HostSession(PluginSettings(sidecar=address, drafting="sidecar"), LIMITS, reports.append)
     text = list(LOOP)
     for name in "ab":
         session.start(name, text)
@@ -343,7 +312,8 @@ def test_what_a_sidecar_does_not_allow_is_reported_once(socket_address):
     reports = []
     service = FakeService(lambda _text, limit: [1] * limit, max_draft=4, may_learn=False)
     with fake_server_thread(socket_address, service):
-        session = HostSession(PluginSettings(sidecar=socket_address, deadline_s=10), LIMITS, reports.append)
+        settings = PluginSettings(sidecar=socket_address, drafting="sidecar", deadline_s=10)
+        session = HostSession(settings, LIMITS, reports.append)
         for number in range(2):
             options = RequestOptions(salt=str(number))
             eventually(lambda: first_draft(session, options=options))  # noqa: B023
@@ -355,10 +325,10 @@ def test_what_a_sidecar_does_not_allow_is_reported_once(socket_address):
 
 
 @pytest.mark.parametrize("model", [ModelIdentity("m", "other", "", 50), ModelIdentity("m", "", "", 51)])
-def test_a_sidecar_that_refuses_a_model_is_reported_once(socket_address, server, model):
+def test_a_sidecar_that_refuses_a_model_is_reported_once(sidecar, model):
     reports = []
-    with DrafterClient(socket_address, model=ModelIdentity("m", "abc", "", 50), namespace="n"):
-        settings = PluginSettings(sidecar=socket_address, namespace="n", model=model)
+    with DrafterClient(sidecar, model=ModelIdentity("m", "abc", "", 50), namespace="n"):
+        settings = PluginSettings(sidecar=sidecar, drafting="sidecar", namespace="n", model=model)
         session = HostSession(settings, LIMITS, reports.append)
         for number in range(3):
             assert first_draft(session, name=str(number)) == []
@@ -382,9 +352,9 @@ def test_calls_of_a_confused_host_do_not_raise():
 
 
 @pytest.mark.parametrize("drafting", ["sidecar", "replica"])
-def test_a_sidecar_drafts_as_the_embedded_drafter(socket_address, server, drafting):
+def test_a_sidecar_drafts_as_the_embedded_drafter(sidecar, drafting):
     """Two passes of the same requests, in batches: the second has the text of the first."""
-    settings = PluginSettings(sidecar=socket_address, deadline_s=10, drafting=drafting)
+    settings = PluginSettings(sidecar=sidecar, namespace=f"of-{drafting}", deadline_s=10, drafting=drafting)
     remote, local = SimulatedHost(None, settings), SimulatedHost()
     prompts = {str(seed): [10 + seed, 20 + seed, 30 + seed] for seed in range(4)}
     for host in (remote, local):
@@ -406,8 +376,8 @@ def test_a_sidecar_drafts_as_the_embedded_drafter(socket_address, server, drafti
     assert not remote.reports
 
 
-def test_a_sidecar_scores_the_drafts_that_a_host_withholds(socket_address, server):
-    settings = PluginSettings(sidecar=socket_address, deadline_s=10, namespace="withheld", shadow=True)
+def test_a_sidecar_scores_the_drafts_that_a_host_withholds(sidecar):
+    settings = PluginSettings(sidecar=sidecar, deadline_s=10, namespace="withheld", shadow=True)
     host = SimulatedHost(None, settings)
     eventually(lambda: host.session.namespaces.find("", "").drafter.welcome)
     for name in "ab":
@@ -417,7 +387,7 @@ def test_a_sidecar_scores_the_drafts_that_a_host_withholds(socket_address, serve
             assert host.requests[name].draft == []
         host.end(name)
     host.session.close()
-    with connected(socket_address) as caller:
+    with connected(sidecar) as caller:
 
         def read():
             return json.loads(caller.call("Report", namespace="withheld").json)["namespaces"][0]
@@ -443,16 +413,33 @@ def test_a_sidecar_drafts_what_the_host_verifies(socket_address, trees):
     service = FakeService()
     with fake_server_thread(socket_address, service):
         limits = HostLimits(max_draft=8, vocab_size=50, trees=trees)
-        session = HostSession(PluginSettings(sidecar=socket_address), limits, pytest.fail)
+        session = HostSession(PluginSettings(sidecar=socket_address, drafting="sidecar"), limits, pytest.fail)
         session.open()
         eventually(lambda: service.requests)
         session.close()
     assert SHAPES[service.requests[0].hello.draft_shape] == ("tree" if trees else "path")
 
 
+def test_the_namespace_is_told_once_with_text_that_is_elsewhere(socket_address):
+    service, told, reports = FakeService(held=pb.Held(other="b", other_tokens=7)), [], []
+    with fake_server_thread(socket_address, service):
+        session = HostSession(
+            PluginSettings(sidecar=socket_address, drafting="sidecar"), LIMITS, reports.append, inform=told.append
+        )
+        session.open()
+        first_draft(session, options=RequestOptions(salt="s"))
+        eventually(lambda: reports and len(service.requests) > 1)
+        session.close()
+    assert told == [f"up to {LIMITS.max_draft} draft tokens per step from the namespace default (0 tokens)"]
+    (line,) = reports
+    assert line.startswith("namespace default is empty, but namespace b holds 7 tokens of the same tokenizer")
+    assert line.endswith('set "namespace" to "b"')
+
+
 def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):
     reports = []
-    session = HostSession(PluginSettings(sidecar=socket_address, deadline_s=5), LIMITS, reports.append)
+    settings = PluginSettings(sidecar=socket_address, drafting="sidecar", deadline_s=5)
+    session = HostSession(settings, LIMITS, reports.append)
     arguments = ("--listen", socket_address, "--capacity", "100k")
     with served(*arguments) as process:
         eventually(lambda: first_draft(session))
@@ -475,3 +462,119 @@ def repeats(host, prompts):
     for name in prompts:
         host.session.finish(name, end=End.CANCELLED)
     return all(drafts)
+
+
+MODEL = Path(__file__).parents[3] / "engine" / "models" / "assets" / "stdlib-7m"
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Return the tokenizer that turns special tokens in texts into text."""
+    return TextTokenizer(MODEL, special_as_text=True)
+
+
+def hinted(folder=MODEL):
+    """Return a session for the shipped model, and the lines that it has reported."""
+    reports, settings = [], PluginSettings(sidecar="embedded", capacity=20_000, folder=folder)
+    return HostSession(settings, HostLimits(max_draft=8, vocab_size=4096), reports.append), reports
+
+
+def waited(session, name="a"):
+    """Wait until the hints of a request are tokenized."""
+    session._requests[name].hints.result()
+
+
+@pytest.mark.parametrize("hint", ["def quicksort(items, key=None):", "日本語のテキストです。", "<|endoftext|> is text"])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_texts_are_hints_once_they_are_tokenized(texts, hint, as_list):
+    session, reports = hinted()
+    (tokens,) = texts.encode([hint])
+    ids = tokens.tolist()
+    assert texts.decode(tokens) == hint
+    assert 0 not in ids
+    prompt = [9, *ids[:3]]
+    session.start("a", prompt, extras={"hints": ["another text", hint] if as_list else hint})
+    waited(session)
+    assert session.draft([("a", prompt)])[0][:2] == ids[3:5]
+    # After a text that is not what was reported, the request begins again, with its hints.
+    session.draft([("a", [*prompt, 5, 6])])
+    assert session.draft([("a", [*prompt, *ids[3:4]])])[0][:1] == ids[4:5]
+    assert (session.counters.failures, reports) == (0, [])
+    session.close()
+
+
+def test_no_step_waits_for_hints(monkeypatch):
+    """The request is learned, too, if it ends before they are tokenized."""
+    may_load, load = threading.Event(), TextTokenizer.__init__
+    monkeypatch.setattr(TextTokenizer, "__init__", lambda *args, **more: may_load.wait(60) and load(*args, **more))
+    session, reports = hinted()
+    hint = "def quicksort(items, key=None):"
+    for name, prompt in (("a", [1, 2, 3]), ("b", [7, 8])):
+        session.start(name, prompt, extras={"hints": hint})
+    assert session.draft([("a", [1, 2, 3, 4]), ("b", [7, 8, 9])]) == [[], []]
+    session.finish("a", [1, 2, 3, 4, 5, 6])
+    assert session.draft([("b", [7, 8, 9, 10])]) == [[]]
+    may_load.set()
+    waited(session, "b")
+    hinted_ids = session._requests["b"].hints.result()
+    # As far into the hint as the output is.
+    assert session.draft([("b", [7, 8, 9, 10])])[0][:2] == [*hinted_ids[2:4]]
+    eventually(lambda: first_draft(session, [1, 2, 3, 4], name="c")[:2] == [5, 6])
+    assert (session.counters.steps, session.counters.failures, reports) == (5, 0, [])
+    session.close()
+
+
+def test_hints_of_ended_requests_are_not_tokenized_and_few_wait(monkeypatch):
+    may_load, load, encoded = threading.Event(), TextTokenizer.__init__, []
+    encode = TextTokenizer.encode
+    monkeypatch.setattr(TextTokenizer, "__init__", lambda *args, **more: may_load.wait(60) and load(*args, **more))
+    monkeypatch.setattr(TextTokenizer, "encode", lambda self, texts: encoded.extend(texts) or encode(self, texts))
+    session, reports = hinted()
+
+    def start(number):
+        session.start(number, [1, 2, 3], extras={"hints": f"text {number}"})
+        return session._requests[number].hints
+
+    hints = [start(number) for number in range(MAX_WAITING + 1)]
+    assert None not in hints[:-1]
+    assert hints[-1] is None
+    assert len(reports) == 1
+    assert reports[0].startswith("hints that are texts are ignored while those of 64 requests wait")
+    # A request without its hints has drafts, as one without any.
+    assert session._requests[MAX_WAITING].namespace is not None
+    for number in range(1, MAX_WAITING):
+        session.finish(number, [1, 2, 3, 4] if number % 2 else None)
+    start("a")
+    start("a")  # The first one ends.
+    may_load.set()
+    waited(session)
+    assert encoded == ["text 0", "text a"]
+    assert (session.counters.failures, len(reports)) == (0, 1)
+    session.close()
+
+
+@pytest.mark.parametrize("hints", ["日" * 10_000_000, ["a"] * 1_000_000, [7] * 1_000_000], ids=["text", "texts", "ids"])
+def test_long_hints_are_cut(hints):
+    session, reports = hinted()
+    session.start("a", [1, 2, 3], extras={"hints": hints})
+    request = session._requests["a"]
+    if request.hints is not None:
+        assert sum(map(len, request.options.hint_texts)) <= MAX_HINT_CHARS
+        waited(session)
+        session.draft([("a", [1, 2, 3])])
+    assert 0 < len(request.options.hints) <= MAX_HINT_TOKENS
+    assert reports == ["hints beyond 32,768 tokens, or 64 texts of 131,072 characters in all, are ignored"]
+    session.close()
+
+
+def test_hints_that_cannot_be_tokenized_cost_no_drafts(tmp_path):
+    for folder, reason in ((tmp_path, "has no tokenizer.json"), (None, "the model's folder is not known")):
+        session, reports = hinted(folder)
+        for name in "ab":
+            session.start(name, LOOP, extras={"hints": "text"})
+            waited(session, name)
+            assert session.draft([(name, LOOP)])[0][:1] == [4]
+        (line,) = reports
+        assert line.startswith("hints that are texts are ignored: ")
+        assert reason in line
+        session.close()

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,14 @@ from drafter_service.plugins.settings import (
     PluginSettings,
     host_settings,
     identity_of,
+    look_for_sidecar,
     name_and_version,
     read_settings,
 )
+from drafter_service.plugins.vllm import NullProposer
 from ssd.errors import UserError
+from tests.drafter_service.client_wire import counting
+from tests.drafter_service.fake_server import FakeService, fake_server_thread
 
 HOSTS = Path(__file__).parents[3] / "docs" / "hosts.md"
 MODEL = ModelIdentity(name="m", vocab_size=50)
@@ -132,3 +137,25 @@ def test_the_version_of_a_host_is_that_of_its_package_or_of_its_module(monkeypat
     assert name_and_version("renamed_host") == "renamed_host"
     monkeypatch.setitem(sys.modules, "renamed_host", SimpleNamespace(__version__="1.2"))
     assert name_and_version("renamed_host") == "renamed_host/1.2"
+
+
+def test_an_absent_sidecar_is_reported_before_the_model_is_loaded(socket_address):
+    reports = []
+    look_for_sidecar(PluginSettings("embedded"), pytest.fail)
+    look_for_sidecar(PluginSettings(socket_address), reports.append)
+    look_for_sidecar(PluginSettings(socket_address, drafting="sidecar"), reports.append)
+    for line, rest in zip(reports, ("with drafts from running requests alone", "without drafts"), strict=True):
+        assert line.startswith(f"no drafter answers at {socket_address} (No such file or directory); start one with")
+        assert line.endswith(f"; continuing {rest} until there is one")
+    with fake_server_thread(socket_address, FakeService(counting)):
+        look_for_sidecar(PluginSettings(socket_address), pytest.fail)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_worker_of_vllm_looks_for_the_sidecar(environment, socket_address, caplog, rank):
+    environment(json.dumps({"sidecar": socket_address}))
+    NullProposer(SimpleNamespace(parallel_config=SimpleNamespace(rank=rank)))
+    assert [record.name for record in caplog.records] == ["vllm.ssd_drafter"] * (rank == 0)
+    environment('{"sidecar": "nowhere"}')
+    with pytest.raises(UserError, match="is not an address") if rank == 0 else nullcontext():
+        NullProposer(SimpleNamespace(parallel_config=SimpleNamespace(rank=rank)))

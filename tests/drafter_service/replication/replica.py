@@ -1,39 +1,31 @@
-"""A replica that records the events it reads from the shared log."""
+"""A sidecar's part of a shared log: publishes events, and records those that it reads."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import secrets
 import time
 from contextlib import asynccontextmanager
 
 import numpy as np
+import structlog
 
-from drafter_service.replication.events import Event, Finished
-from drafter_service.replication.redis_stream import OLDEST
-from drafter_service.replication.replicas import Replication
-from drafter_service.settings.tree import LogConfig
+from drafter_service.replication.events import Event, Kind
+from drafter_service.replication.reader import Reader
+from drafter_service.replication.redis_stream import OLDEST, RedisStream, connect
+from drafter_service.replication.shared_log import NamespaceLog
 
 TIMEOUT_S = 30.0
 
 
-def in_loop(test):
-    """Run a coroutine function as a test, with a timeout."""
-
-    @functools.wraps(test)
-    def run(*arguments, **named):
-        async def bounded():
-            async with asyncio.timeout(TIMEOUT_S):
-                await test(*arguments, **named)
-
-        asyncio.run(bounded())
-
-    return run
-
-
 def request(name, *tokens, time=1.0):
     """Return a finished request."""
-    return Finished(name, np.array(tokens or (1, 2, 3), np.uint32), time)
+    return Event(Kind.FINISHED, time, name, np.array(tokens or (1, 2, 3), np.uint32))
+
+
+def forgotten(name, time):
+    """Return the command to forget a request."""
+    return Event(Kind.FORGOTTEN, time, name)
 
 
 async def eventually(condition):
@@ -47,8 +39,9 @@ async def eventually(condition):
 class Replica:
     """Publishes events, and after `read` records the events of others."""
 
-    def __init__(self, log):
-        self.log = log
+    def __init__(self, stream, max_bytes):
+        self._stream, self._name, self._logger = stream, secrets.token_bytes(8), structlog.get_logger()
+        self.log = NamespaceLog(stream, self._logger, name=self._name, max_bytes=max_bytes)
         self.taken: list[Event] = []
         self.reader = None
         self.may_take = asyncio.Event()
@@ -58,12 +51,16 @@ class Replica:
     @property
     def names(self):
         """Names of the requests that it read."""
-        return [event.request for event in self.taken if isinstance(event, Finished)]
+        return [event.request for event in self.taken if event.kind is Kind.FINISHED]
 
-    def read(self, after=OLDEST, known=()):
+    def read(self, after=OLDEST):
         """Start reading."""
-        self.reader = self.log.reader(after, known)
+        self.reader = self.new_reader(after)
         self._reading = asyncio.create_task(self.reader.run(self._take))
+
+    def new_reader(self, after=OLDEST):
+        """Return a reader that does not run."""
+        return Reader(self._stream, self.log.counters, self._logger, after=after)
 
     async def publish(self, *events):
         """Publish events, and wait until Redis has them."""
@@ -89,19 +86,20 @@ class Replica:
         await self.stop_reading()
         await self.log.close()
 
-    async def _take(self, events):
-        self.taken += events
-        await self.may_take.wait()
+    async def _take(self, entry):
+        if entry.writer != self._name:
+            self.taken += entry.events
+            await self.may_take.wait()
 
 
 @asynccontextmanager
-async def replicas(url, number, *, namespace="namespace", **options):
-    """Yield `number` replicas that share a log; options: settings of `LogConfig`."""
-    logs = [Replication(LogConfig(url=url, **options)) for _ in range(number)]
-    members = [Replica(log.open(namespace)) for log in logs]
+async def replicas(url, number, *, namespace="namespace", prefix="default", max_bytes=1 << 30):
+    """Yield `number` replicas that share a log."""
+    clients = [connect(url) for _ in range(number)]
+    members = [Replica(RedisStream(client, prefix, namespace), max_bytes) for client in clients]
     try:
         yield members
     finally:
-        for member, log in zip(members, logs, strict=True):
+        for member, client in zip(members, clients, strict=True):
             await member.close()
-            await log.stop()
+            await client.aclose()

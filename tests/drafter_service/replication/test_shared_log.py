@@ -7,15 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from redis import Redis
 
 from drafter_service.replication import reader, redis_stream, shared_log
-from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
-from drafter_service.replication.redis_stream import OLDEST, LogPosition
-from drafter_service.replication.replicas import BYTES_PER_TOKEN, Replication
-from drafter_service.settings.tree import LogConfig
-from ssd.corpus.requests import hash_of
-from tests.drafter_service.replication.replica import Replica, eventually, in_loop, replicas, request
+from drafter_service.replication.events import NO_TOKENS, Event, Kind, decode
+from drafter_service.replication.redis_stream import OLDEST, LogPosition, RedisStream, connect
+from drafter_service.replication.replicated import ReplicatedNamespace
+from drafter_service.replication.shared_log import NamespaceLog
+from tests.drafter_service.guarded import run
+from tests.drafter_service.replication.replica import eventually, forgotten, replicas, request
+from tests.drafter_service.server.opened_namespaces import still_namespace
 from tests.redis import running_redis
 
 PREFIXES = (f"test-{number}" for number in itertools.count())
@@ -48,7 +52,7 @@ def replicas_of(log, number, **options):
     return replicas(log.url, number, prefix=log.prefix, **options)
 
 
-@in_loop
+@run
 async def test_replicas_learn_the_same(log):
     """Each replica reads the events of the others in their order, and none of its own."""
     rng = np.random.default_rng(0)
@@ -74,12 +78,11 @@ async def test_replicas_learn_the_same(log):
         for member, requests in zip(members, published, strict=True):
             await member.log.flush()
             assert member.log.counters.published_tokens == sum(len(event.tokens) for event in requests)
-            assert member.log.counters.consumed_tokens == sum(len(event.tokens) for event in member.taken)
         # Entries contain many requests.
         assert log.client.xlen(log.key) < 200
 
 
-@in_loop
+@run
 async def test_namespaces_and_prefixes_are_isolated(log):
     async with (
         replicas_of(log, 2) as (one, two),
@@ -95,49 +98,37 @@ async def test_namespaces_and_prefixes_are_isolated(log):
         await other_prefix.has(0)
 
 
-@in_loop
-async def test_request_published_by_several_replicas_is_learned_once(log):
-    async with replicas_of(log, 3) as (one, two, three):
-        await one.publish(request("a"), request(""))
-        await two.publish(request("a"), request(""), request("b"))
-        three.read()
-        await three.has(4)
-        assert three.names == ["a", "", "", "b"]
-        assert three.log.counters.duplicates == 1
-
-
-@in_loop
+@run
 async def test_empty_requests_are_not_published(log):
     async with replicas_of(log, 1) as (one,):
-        await one.publish(Finished("a", np.empty(0, np.uint32), 1.0))
+        await one.publish(Event(Kind.FINISHED, 1.0, "a"))
         assert not log.client.exists(log.key)
 
 
-@in_loop
+@run
 async def test_new_replica_reads_from_its_position(log):
-    """The replica starts at the position stored with a snapshot, and skips requests that the snapshot contains."""
+    """The replica starts at the position stored with a snapshot."""
     async with replicas_of(log, 4) as (one, two, new, from_own):
         two.read()
         await one.publish(request("a"), request("b"))
         await two.has(2)
         position = str(two.reader.position)
-        # A snapshot with this position may contain later requests.
         await one.publish(request("c"), request("d"))
         await two.publish(request("e"))
-        new.read(LogPosition.parse(position), known=[hash_of("a"), hash_of("c")])
-        await new.has(2)
-        assert new.names == ["d", "e"]
+        new.read(LogPosition.parse(position))
+        await new.has(3)
+        assert new.names == ["c", "d", "e"]
         await eventually(lambda: two.reader.position == new.reader.position)
         # Own entries advance the position, too.
         await two.publish(request("f"))
-        await eventually(lambda: two.reader.position > new.reader.position or new.names == ["d", "e", "f"])
+        await eventually(lambda: two.reader.position > new.reader.position or new.names[-1] == "f")
         from_own.read(two.reader.position)
         await from_own.publish(request("g"))
-        await new.has(4)
+        await new.has(5)
         await from_own.has(0)
 
 
-@in_loop
+@run
 async def test_restarted_replica_reads_its_own_earlier_entries(log):
     """The replica's snapshot may be older than the entries that it published."""
     async with replicas_of(log, 1) as (before,):
@@ -147,58 +138,84 @@ async def test_restarted_replica_reads_its_own_earlier_entries(log):
         await after.has(1)
 
 
-@in_loop
+@run
 async def test_order_of_forgetting_and_learning_is_kept(log):
     async with replicas_of(log, 2) as (one, two):
         two.read()
-        await one.publish(request("a"), Forgotten("a", 2.0), request("a", time=3.0), request("b", time=3.0))
+        await one.publish(request("a"), forgotten("a", 2.0), request("a", time=3.0), request("b", time=3.0))
         await two.has(4)
-        assert [(type(event), event.time) for event in two.taken] == [
-            (Finished, 1.0),
-            (Forgotten, 2.0),
-            (Finished, 3.0),
-            (Finished, 3.0),
-        ]
+        kinds = [Kind.FINISHED, Kind.FORGOTTEN, Kind.FINISHED, Kind.FINISHED]
+        assert [(event.kind, event.time) for event in two.taken] == [*zip(kinds, [1.0, 2.0, 3.0, 3.0], strict=True)]
 
 
-@in_loop
-async def test_forgotten_requests_that_arrive_late_are_not_learned(log):
-    """Late requests are duplicates, or come from a replica that was disconnected; own events count, too."""
-    async with replicas_of(log, 3) as (one, two, late):
-        for member in (one, two):
-            member.read()
-        await one.publish(request("a"), Forgotten("a", 2.0), ForgottenBefore(1.5))
-        await late.publish(request("a", time=1.9), request("b", time=1.4), request("a", time=2.1))
-        await two.has(4)
-        await one.has(1)
-        assert [event.time for event in one.taken] == [2.1]
+@run
+async def test_what_was_forgotten_is_not_learned_from_entries_that_are_read_or_written_later(log):
+    client = connect(log.url)
+    stream, text = RedisStream(client, log.prefix, "namespace"), np.ones(3, np.uint32)
+    async with replicas_of(log, 1) as (other,):
+        await other.publish(request("a"), request("b"))
+        with still_namespace() as namespace:
+            replicated = ReplicatedNamespace(namespace, stream, b"own-name", 1 << 30)
+            namespace.forget("a")
+            for _ in range(2):  # The second text is neither forgotten nor learned again when these are read.
+                namespace.forget("own")
+                namespace.learn(text, "own")
+            await eventually(lambda: namespace.has_learned("b"))
+            await other.publish(forgotten("b", 2.0), request("a"), request("b", time=1.9), request("c"))
+            await eventually(lambda: namespace.has_learned("c"))
+            assert [*map(namespace.has_learned, ["a", "b", "own"])] == [False, False, True]
+            await other.publish(request("b", time=2.1))
+            await eventually(lambda: namespace.has_learned("b"))
+            assert (replicated.facts().duplicates, replicated.facts().consumed_tokens) == (0, 9)
+            namespace.forget("late")
+            namespace.forget_before(3.0)
+            await replicated.close()
+        # A namespace that is loaded again reads from the log what it had forgotten.
+        with still_namespace() as namespace:
+            replicated = ReplicatedNamespace(namespace, stream, b"own-name", 1 << 30)
+            await other.publish(request("late", time=4.0), request("old", time=2.9), request("new", time=3.0))
+            await eventually(lambda: namespace.has_learned("new"))
+            assert not any(map(namespace.has_learned, ["a", "b", "late", "old"]))
+            await replicated.close()
+    await client.aclose()
 
 
-@in_loop
+@run
+async def test_a_text_that_is_longer_than_the_queue_is_dropped_alone(log, monkeypatch):
+    monkeypatch.setattr(shared_log, "QUEUE_TOKENS", 2 * (3 + shared_log.EVENT_WEIGHT))
+    async with replicas_of(log, 2) as (one, two):
+        two.read()
+        await one.publish(request("a"), request("long", *range(1, 1000)), request("b"))
+        await two.has(2)
+        assert two.names == ["a", "b"]
+        assert one.log.counters.dropped_tokens == 999
+
+
+@run
 async def test_text_of_a_dropped_namespace_is_removed_from_redis(log):
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a", 7, 7, 7))
-        await one.publish(request("b"), Dropped(2.0), request("c", time=3.0))
+        await one.publish(request("b"), Event(Kind.DROPPED, 2.0), request("c", time=3.0))
         assert log.client.xlen(log.key) == 1
         two.read()
         await two.has(2)
-        assert [type(event) for event in two.taken] == [Dropped, Finished]
+        assert [event.kind for event in two.taken] == [Kind.DROPPED, Kind.FINISHED]
 
 
 @pytest.mark.parametrize(("age_s", "kept"), [(3600, 3), (-3600, 1), (-1e300, 1), (1e300, 3)])
-@in_loop
+@run
 async def test_forgotten_old_text_is_removed_from_redis(log, age_s, kept):
     """The age of text is measured by the clock of Redis. The event that forgets is always kept."""
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a"))
         await one.publish(request("b"))
-        await one.publish(ForgottenBefore(time.time() - age_s))
+        await one.publish(Event(Kind.FORGOTTEN_BEFORE, time.time() - age_s))
         assert log.client.xlen(log.key) == kept
         two.read()
         await two.has(kept)
 
 
-@in_loop
+@run
 async def test_trimmed_position_is_a_gap(log):
     async with replicas_of(log, 3) as (one, two, new):
         two.read()
@@ -219,7 +236,7 @@ async def test_trimmed_position_is_a_gap(log):
                 assert other.log.counters.gaps == 0
 
 
-@in_loop
+@run
 async def test_reader_notices_trimming_beyond_its_position(log, monkeypatch):
     monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
     monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 1)
@@ -236,7 +253,7 @@ async def test_reader_notices_trimming_beyond_its_position(log, monkeypatch):
         assert two.log.counters.gaps == 1
 
 
-@in_loop
+@run
 async def test_reader_continues_after_redis_lost_entries(log):
     """Redis may restart with an older state, or with a clock that was set back."""
     async with replicas_of(log, 2) as (one, two):
@@ -248,11 +265,11 @@ async def test_reader_continues_after_redis_lost_entries(log):
         assert two.names == ["b"]
 
 
-@in_loop
+@run
 async def test_log_size_is_bounded(log, monkeypatch):
     monkeypatch.setattr(shared_log, "GATHER_S", 0.0)
     bound = 1 << 20
-    async with replicas_of(log, 2, max_tokens=bound // BYTES_PER_TOKEN) as (one, two):
+    async with replicas_of(log, 2, max_bytes=bound) as (one, two):
         rng = np.random.default_rng(0)
         used = []
         # A few large entries, many small ones, and large ones again.
@@ -266,7 +283,7 @@ async def test_log_size_is_bounded(log, monkeypatch):
         await eventually(lambda: two.names[-1:] == ["60-59"])
 
 
-@in_loop
+@run
 async def test_reader_waits_for_learning(log, monkeypatch):
     monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 2)
     async with replicas_of(log, 2) as (one, two):
@@ -289,7 +306,7 @@ async def test_reader_waits_for_learning(log, monkeypatch):
             await two.has(12)
 
 
-@in_loop
+@run
 async def test_lag_is_reported(log):
     async with replicas_of(log, 3) as (one, two, three):
         two.read()
@@ -315,7 +332,7 @@ async def test_lag_is_reported(log):
         await eventually(lambda: two.reader.lag_s > 0)
 
 
-@in_loop
+@run
 async def test_malformed_entries_are_skipped_and_counted(log):
     rng = np.random.default_rng(0)
     async with replicas_of(log, 2) as (one, two):
@@ -330,35 +347,70 @@ async def test_malformed_entries_are_skipped_and_counted(log):
         await one.publish(request("z"))
         await eventually(lambda: "z" in two.names)
         assert two.log.counters.malformed >= 2
-        assert two.names.count("a") == 1
 
 
-@in_loop
+@run
 async def test_exceptions_of_the_consumer_end_the_reader(log):
-    async def take(_events):
+    async def take(_entry):
         raise RuntimeError("no room")
 
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a"))
-        reading = two.log.reader(OLDEST, [])
+        reading = two.new_reader()
         with pytest.raises(RuntimeError, match="no room"):
             await reading.run(take)
         assert reading.position == OLDEST
 
 
-@in_loop
+@run
 async def test_reader_can_be_cancelled(log, monkeypatch):
     """A reader can be cancelled at any await."""
     monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
     async with replicas_of(log, 1) as (one,):
         for number in range(40):
             await one.publish(request(str(number)))
-        shared = Replication(LogConfig(url=log.url, prefix=log.prefix))
         for turns in range(0, 300, 3):
-            replica = Replica(shared.open("namespace"))
-            replica.read()
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            async with asyncio.timeout(2):
-                await replica.close()
-        await shared.stop()
+            async with replicas_of(log, 1) as (replica,):
+                replica.read()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                async with asyncio.timeout(2):
+                    await replica.stop_reading()
+
+
+@given(st.lists(st.sampled_from(Kind), min_size=30, max_size=300), st.integers(1, 20))
+@settings(max_examples=30)
+def test_waiting_events_keep_their_order_and_are_bounded(kinds, room):
+    """The oldest requests are dropped; commands to forget everything before a time begin entries."""
+    published, allowed = [], asyncio.Event()
+
+    class Stream:
+        async def add(self, additions):
+            await allowed.wait()
+            published.extend(decode(addition.fields).events for addition in additions)
+
+        async def trim(self, max_bytes):
+            pass
+
+    async def run():
+        own = NamespaceLog(Stream(), structlog.get_logger(), name=b"own", max_bytes=1 << 20)
+        for number, kind in enumerate(kinds):
+            tokens = np.full(1, number, np.uint32) if kind is Kind.FINISHED else NO_TOKENS
+            own.publish(Event(kind, float(number), tokens=tokens))
+            tokens[:] = 0  # They are copied.
+        allowed.set()
+        await own.close()
+        return own.counters.dropped_tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_log, "GATHER_S", 0.0)
+        patch.setattr(shared_log, "QUEUE_TOKENS", room * (1 + shared_log.EVENT_WEIGHT))
+        dropped = asyncio.run(run())
+    requests = [number for number, kind in enumerate(kinds) if kind is Kind.FINISHED]
+    assert dropped == max(0, len(requests) - room)
+    expected = [number for number in range(len(kinds)) if number not in requests[:dropped]]
+    assert [event.time for entry in published for event in entry] == expected
+    assert all(event.tokens.tolist() == [event.time] for each in published for event in each if len(event.tokens))
+    for entry in published:
+        assert 0 < len(entry) <= shared_log.ENTRY_EVENTS
+        assert not any(event.kind in (Kind.FORGOTTEN_BEFORE, Kind.DROPPED) for event in entry[1:])

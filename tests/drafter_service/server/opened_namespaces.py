@@ -2,15 +2,18 @@
 
 import asyncio
 import threading
-from contextlib import asynccontextmanager
+import time
+from contextlib import asynccontextmanager, contextmanager
 
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server import namespaces as module
+from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import Namespaces, max_bytes
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits, NamespacesConfig, ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
 from tests.drafter_service.raw import batch, drafted, start
 from tests.strategies import array
 
@@ -18,6 +21,36 @@ DRAFTING = DrafterConfig(capacity=5000, refresh_interval_s=0.001)
 
 
 UNKNOWN_MODEL = ModelIdentity()
+
+
+class StillCorpus(Corpus):
+    """A corpus that only the test refreshes; a namespace's thread would do so at any time after the first change."""
+
+    def maintain(self, _interval_s):
+        """Do nothing."""
+
+
+@contextmanager
+def still_namespace(config=DRAFTING, known=(), clock=time.time, **options):
+    """Yield a namespace that has learned some texts, and whose corpus only the test refreshes."""
+    corpus = StillCorpus(config.capacity, config.match_depth, clock)
+    for text in known:
+        corpus.append(array(text))
+    corpus.refresh()
+    namespace = Namespace("some", UNKNOWN_MODEL, config, corpus, **options)
+    try:
+        yield namespace
+    finally:
+        namespace.close()
+        corpus.close()
+
+
+def answered(session, **fields):
+    """Return the response to a request without an error, after the session has learned from it."""
+    response = session.answer(pb.DraftRequest(**fields), may_learn=True)
+    assert not response.HasField("error"), response.error.message
+    session.record()
+    return response
 
 
 def config_of(folder=None, *, fit=10, trim=False, **changes):

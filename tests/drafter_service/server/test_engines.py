@@ -2,27 +2,27 @@
 
 import json
 import socket
-import subprocess
-import sys
 import urllib.request
 from contextlib import contextmanager
 
 import grpc
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from drafter_service.client import DrafterClient
-from drafter_service.observability.report import units
+from drafter_service.commands.main import cli
+from drafter_service.observability.pages import units
+from drafter_service.settings.tree import ReportsConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from ssd import Rollout
+from ssd import DrafterConfig, Rollout
 from ssd.types import Progress
 from tests.drafter_service.raw import batch, connected, eventually, start
 from tests.replay import replay_one
-from tests.servers import served
+from tests.servers import serving
 from tests.strategies import array
 
-COMMAND = (sys.executable, "-m", "drafter_service.commands.main")
 LATE = 30
 """Late steps of the engine that waits for no answer."""
 
@@ -47,10 +47,8 @@ class Service:
 
     def run(self, *arguments):
         """Return the output of a command for this service."""
-        done = subprocess.run(
-            [*COMMAND, *arguments, "--address", self.address], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
+        done = CliRunner().invoke(cli, [*arguments, "--address", self.address])
+        assert done.exit_code == 0, done.stderr
         return done.stdout
 
 
@@ -60,7 +58,8 @@ def service(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         metrics = f"127.0.0.1:{free.getsockname()[1]}"
     address = f"unix:{tmp_path_factory.mktemp('e')}/drafter.sock"
-    with served("--listen", address, "--metrics", metrics, "--capacity", "100k"):
+    drafting, reports = DrafterConfig(capacity=100_000), ReportsConfig(metrics=metrics)
+    with serving(listen=address, drafting=drafting, reports=reports):
         yield Service(address, metrics)
 
 
@@ -86,7 +85,7 @@ def test_engines_are_told_apart(service, tmp_path):
                 steps += 1
                 step(late, 6)
             # The counters of a client are sent when it is closed, once the last answer has arrived.
-            eventually(lambda: late.counters.dropped and not late._protocol.pending._is_late)
+            eventually(lambda: late.counters.dropped and not late._protocol.pending.has_pending)
             timeouts = late.counters.timeouts
             assert service.engines("connected") == {vllm: 1, sglang: 1}
         eventually(lambda: service.engines("connected") == {vllm: 0, sglang: 1})

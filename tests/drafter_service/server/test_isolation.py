@@ -7,15 +7,22 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from drafter_service.server.listener import Listener
-from drafter_service.server.server import DrafterServer
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from tests.drafter_service.guarded import caller_entry, run
 from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, finish, start, texts
+from tests.servers import running
 
 OWN, OTHER = counted(100), counted(500)
+CALLS = {
+    "Observe": ("learn", {"texts": texts([1, 2])}),
+    "Forget": ("admin", {"everything": True}),
+    "Report": ("read", {}),
+    "Snapshot": ("admin", {}),
+    "DropNamespace": ("admin", {}),
+}
+"""The right that each call needs, and its fields."""
 LOOKED_UP = ("get", "__getitem__", "__contains__", "pop", "setdefault")
 
 
@@ -40,18 +47,15 @@ for method in LOOKED_UP:
 async def counting(monkeypatch, tmp_path, address):
     """Run a service for two tenants; yield its namespaces, and the counts of their lookups by name and by corpus."""
     callers = tmp_path / "callers.toml"
-    callers.write_text("".join(caller_entry(name, name, "read", "learn", "admin") for name in "ab"))
+    entries = [caller_entry(name, name, "read", "learn", "admin") for name in "ab"]
+    callers.write_text("".join([*entries, *(caller_entry(right, "b", right) for right in ("read", "learn", "admin"))]))
     config = ServiceConfig(
         listen=address,
         drafting=DrafterConfig(capacity=10_000),
         access=AccessConfig(callers=callers),
     )
     monkeypatch.setattr("drafter_service.server.server.SAMPLE_S", 3600)  # Samples read all namespaces.
-    listener = Listener(config)
-    await listener.start()
-    server = DrafterServer(config, listener)
     names, views = Counter(), Counter()
-    server.namespaces.loaded = CountedNames(names)
     view = Corpus.view.fget
 
     def counted_view(corpus):
@@ -59,23 +63,32 @@ async def counting(monkeypatch, tmp_path, address):
         return view(corpus)
 
     monkeypatch.setattr(Corpus, "view", property(counted_view))
-    await server.start()
-    yield server.namespaces.loaded, names, views
-    await server.stop()
+    async with running(config) as (server, _):
+        server.namespaces.loaded = CountedNames(names)
+        yield server.namespaces.loaded, names, views
 
 
 def refused(caller):
     """Make every call for the namespace "b", which must be refused."""
-    for method, fields in {
-        "Observe": {"texts": texts([1, 2])},
-        "Forget": {"everything": True},
-        "Report": {},
-        "Snapshot": {},
-        "DropNamespace": {},
-    }.items():
+    for method, (_, fields) in CALLS.items():
         assert caller.refusal(method, namespace="b", **fields)[0] is grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(grpc.RpcError):
         caller.stream("b")
+
+
+def check_rights(address, names):
+    """Check that a call is refused, before anything is looked up, to those who have only other rights."""
+    for right in ("read", "learn", "admin"):
+        with connected(address, (("authorization", f"Bearer {right}"),)) as caller:
+            for method, (needed, fields) in CALLS.items():
+                if right != needed:
+                    code, reason = caller.refusal(method, namespace="b", **fields)
+                    assert code is grpc.StatusCode.PERMISSION_DENIED
+                    assert reason.endswith("to namespace 'b'")
+            if right != "read":
+                with pytest.raises(grpc.RpcError):
+                    caller.stream("b")
+    assert names["b"] == 0
 
 
 def draft_of(caller, namespace, context):
@@ -108,6 +121,7 @@ def use_service(address, loaded, names, views):
         assert {corpora[corpus] for corpus in views} == {"a"}
         assert names.keys() == {"a"}
         assert names["b"] == 0
+        check_rights(address, names)
         # The same calls by the other tenant are counted.
         assert draft_of(b, "b", OTHER[:8])
         assert names["b"] > 0

@@ -1,5 +1,6 @@
 """Namespaces that read others, their libraries."""
 
+import grpc
 import pytest
 
 from drafter_service.observability.facts import ModelIdentity
@@ -7,12 +8,13 @@ from drafter_service.observability.report.build import namespace_report
 from drafter_service.server.namespace import IdentityError
 from drafter_service.server.namespaces import MemoryLimitError
 from drafter_service.server.session import Session
-from drafter_service.settings.tree import Limits, NamespacesConfig
+from drafter_service.settings.tree import AccessConfig, Limits, NamespacesConfig
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import PROTOCOL
 from tests.drafter_service.guarded import caller_entry, run
 from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, finish, start
-from tests.drafter_service.server.opened_namespaces import UNKNOWN_MODEL, draft_of, learned, opened
-from tests.servers import served
+from tests.drafter_service.server.opened_namespaces import DRAFTING, UNKNOWN_MODEL, draft_of, learned, opened
+from tests.servers import serving
 
 TEXT = counted(100)
 READS = {"reads": {"tenant": ("library", "base"), "base": ("library",)}}
@@ -43,17 +45,6 @@ async def test_the_libraries_of_a_library_are_not_read():
         await learned(namespaces, "library", TEXT)
         assert await draft_in(namespaces, "base", TEXT[:8]) == TEXT[8:11]
         assert await draft_in(namespaces, "tenant", TEXT[:8]) == []
-
-
-@run
-async def test_what_a_library_forgets_is_drafted_no_more():
-    async with opened(**READS) as namespaces:
-        library = await learned(namespaces, "library", TEXT)
-        async with namespaces.use_for_drafts("tenant", UNKNOWN_MODEL) as tenant:
-            assert draft_of(tenant, TEXT[:8]) == TEXT[8:11]
-            library.forget("library-0")
-            await library.refresh()
-            assert draft_of(tenant, TEXT[:8]) == []
 
 
 @run
@@ -124,16 +115,13 @@ def test_a_namespace_cannot_read_itself(reads):
 
 
 def test_a_tenant_needs_no_rights_in_its_libraries(tmp_path, socket_address):
-    settings, callers = tmp_path / "settings.toml", tmp_path / "callers.toml"
+    callers = tmp_path / "callers.toml"
     callers.write_text(
         caller_entry("tenant", "tenant", "read", "learn", "admin") + caller_entry("operator", "library", "learn")
     )
-    settings.write_text(
-        f'listen = "{socket_address}"\n[access]\ncallers = "{callers}"\n'
-        '[namespaces]\ncreate = false\ncapacities = {tenant = 5000}\n[namespaces.reads]\ntenant = ["library"]\n'
-    )
+    namespaces = NamespacesConfig(create=False, capacities={"tenant": 5000}, reads={"tenant": ("library",)})
     with (
-        served("--config", str(settings)),
+        serving(listen=socket_address, access=AccessConfig(callers=callers), namespaces=namespaces),
         connected(socket_address, (("authorization", "Bearer tenant"),)) as tenant,
         connected(socket_address, (("authorization", "Bearer operator"),)) as operator,
     ):
@@ -148,3 +136,21 @@ def test_a_tenant_needs_no_rights_in_its_libraries(tmp_path, socket_address):
         assert eventually(draft) == TEXT[8:11]
         for method in ("Report", "Observe", "Forget", "DropNamespace"):
             assert tenant.refusal(method, namespace="library")[0].name == "PERMISSION_DENIED"
+
+
+def test_a_follower_writes_nothing(socket_address):
+    """A copy of a library may be of another model with the same tokenizer."""
+    theirs = pb.Model(name="theirs", tokenizer="same", vocab_size=1000, configuration="theirs")
+
+    def follow(caller, model):
+        return next(iter(caller.call("Follow", protocol=PROTOCOL, namespace="library", model=model)))
+
+    with serving(listen=socket_address, drafting=DRAFTING), connected(socket_address) as caller:
+        follow(caller, theirs)
+        caller.observe("library", TEXT, model=pb.Model(tokenizer="same", vocab_size=1000))
+        follow(caller, theirs)
+        (library,) = caller.call("ListNamespaces").namespaces
+        assert library.model == pb.Model(tokenizer="same", vocab_size=1000)
+        with pytest.raises(grpc.RpcError, match="belongs to another tokenizer") as refused:
+            follow(caller, pb.Model(tokenizer="other", vocab_size=1000))
+        assert refused.value.code().name == "FAILED_PRECONDITION"

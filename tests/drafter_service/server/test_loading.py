@@ -6,7 +6,6 @@ import os
 import resource
 import struct
 import threading
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -14,9 +13,9 @@ import pytest
 
 from drafter_service.server import disk
 from drafter_service.server import namespaces as module
-from drafter_service.server.disk import LONGEST_RETRY_S, MAX_FAILURES, DiskThreads, LoadError, Retries
+from drafter_service.server.disk import DiskThreads, LoadError
 from ssd.corpus import sections, snapshot
-from tests.drafter_service.guarded import Clock, run
+from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import connected, counted, eventually
 from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened
 from tests.servers import served
@@ -33,13 +32,6 @@ async def saved(folder):
     async with opened(folder) as namespaces:
         await namespaces.save(await learned(namespaces, "a", [1, 2, 3, 4]))
     return contents(folder)
-
-
-@asynccontextmanager
-async def opened_again(folder, clock):
-    async with opened(folder) as namespaces:
-        namespaces.retries = Retries(clock)
-        yield namespaces
 
 
 def fail(problem):
@@ -83,23 +75,19 @@ def in_the_corpus(patch, problem):
     + [(in_the_corpus, OSError(errno.ENOMEM, "Cannot allocate memory")), (at_thread, RuntimeError("no more threads"))],
     ids=lambda given: getattr(given, "__name__", None) or repr(given),
 )
-def test_a_passing_error_leaves_the_files_and_reaches_the_caller(tmp_path, monkeypatch, where, problem):
-    @run
-    async def test():
-        before, clock = await saved(tmp_path), Clock()
-        async with opened_again(tmp_path, clock) as namespaces:
-            for _ in range(3):
-                with monkeypatch.context() as patch:
-                    where(patch, problem)
-                    with pytest.raises(LoadError, match="not ready: namespace 'a' cannot be loaded now: "):
-                        await learned(namespaces, "a", [5, 6, 7, 8])
-                clock.now += LONGEST_RETRY_S
-            assert (namespaces.retries.failed, namespaces.loaded, namespaces._reserved) == (3, {}, {})
-            await namespaces.save_changed()
-            assert contents(tmp_path) == before
-            assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
-
-    test()
+@run
+async def test_a_passing_error_leaves_the_files_and_reaches_the_caller(tmp_path, monkeypatch, where, problem):
+    before = await saved(tmp_path)
+    async with opened(tmp_path) as namespaces:
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                where(patch, problem)
+                with pytest.raises(LoadError, match="not ready: namespace 'a' cannot be loaded now: "):
+                    await learned(namespaces, "a", [5, 6, 7, 8])
+        assert (namespaces.failed_loads, namespaces.loaded, namespaces._reserved) == (3, {}, {})
+        await namespaces.save_changed()
+        assert contents(tmp_path) == before
+        assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
 
 
 def other_version(data):
@@ -107,28 +95,25 @@ def other_version(data):
 
 
 @pytest.mark.parametrize("has_other_depth", [False, True])
-def test_a_snapshot_of_another_version_or_depth_is_left_alone(tmp_path, has_other_depth, monkeypatch):
-    @run
-    async def test():
-        await saved(tmp_path)
-        path = tmp_path / "a" / "corpus.ssd"
-        if has_other_depth:
-            load = snapshot.load
-            load_deeper = lambda path, capacity, depth, **given: load(path, capacity, depth + 1, **given)  # noqa: E731
-            monkeypatch.setattr(snapshot, "load", load_deeper)
-        else:
-            path.write_bytes(other_version(path.read_bytes()))
-        before = contents(tmp_path)
-        async with opened(tmp_path) as namespaces:
-            with pytest.raises(LoadError, match=r"set match_depth to" if has_other_depth else r"has format 2"):
-                await learned(namespaces, "a")
-            assert contents(tmp_path) == before
-            # It can be dropped all the same.
-            assert await namespaces.drop("a")
-            assert contents(tmp_path) == {}
-            assert (await learned(namespaces, "a")).corpus.tokens == 0
-
-    test()
+@run
+async def test_a_snapshot_of_another_version_or_depth_is_left_alone(tmp_path, has_other_depth, monkeypatch):
+    await saved(tmp_path)
+    path = tmp_path / "a" / "corpus.ssd"
+    if has_other_depth:
+        load = snapshot.load
+        load_deeper = lambda path, capacity, depth, **given: load(path, capacity, depth + 1, **given)  # noqa: E731
+        monkeypatch.setattr(snapshot, "load", load_deeper)
+    else:
+        path.write_bytes(other_version(path.read_bytes()))
+    before = contents(tmp_path)
+    async with opened(tmp_path) as namespaces:
+        with pytest.raises(LoadError, match=r"set match_depth to" if has_other_depth else r"has format 2"):
+            await learned(namespaces, "a")
+        assert contents(tmp_path) == before
+        # It can be dropped all the same.
+        assert await namespaces.drop("a")
+        assert contents(tmp_path) == {}
+        assert (await learned(namespaces, "a")).corpus.tokens == 0
 
 
 @run
@@ -146,29 +131,6 @@ async def test_a_snapshot_with_more_tokens_than_the_capacity_is_trimmed_only_by_
     assert contents(tmp_path) == before
 
 
-@run
-async def test_a_namespace_that_cannot_be_loaded_is_not_read_again_at_once(tmp_path):
-    clock = Clock()
-    async with opened_again(tmp_path, clock) as namespaces:
-        reads = []
-        namespaces.store.has = lambda name: reads.append(name) or fail(OSError(errno.EIO, "Input/output error"))()
-
-        async def uses(name, seconds):
-            clock.now += seconds
-            with pytest.raises(LoadError, match=f"namespace '{name}' cannot be loaded now: .*Input/output error"):
-                await learned(namespaces, name)
-            return len(reads)
-
-        assert [await uses("a", seconds) for seconds in (0, 0.9, 0.2, 1.9, 0.2, 3.9, 0.2)] == [1, 1, 2, 2, 3, 3, 4]
-        assert await uses("b", 0) == 5
-        for _ in range(10):
-            count = await uses("a", LONGEST_RETRY_S)
-        assert await uses("a", LONGEST_RETRY_S - 1) == count
-        for number in range(MAX_FAILURES + 10):
-            await uses(f"n{number}", 0)
-        assert len(namespaces.retries._failures) == MAX_FAILURES
-
-
 def blocked_loads(monkeypatch):
     """Block loading until the returned event is set; the returned list has the names of the files."""
     may_load, begun, load = threading.Event(), [], snapshot.load
@@ -182,72 +144,62 @@ def blocked_loads(monkeypatch):
     return may_load, begun
 
 
-def test_a_cancelled_load_keeps_its_reservation_and_the_next_caller_waits_for_it(tmp_path, monkeypatch):
+@run
+async def test_a_cancelled_load_keeps_its_reservation_and_the_next_caller_waits_for_it(tmp_path, monkeypatch):
     may_load, begun = blocked_loads(monkeypatch)
-
-    @run
-    async def test():
-        await saved(tmp_path)
-        async with opened(tmp_path, fit=1) as namespaces:
-            for _ in range(40):
-                impatient = asyncio.create_task(learned(namespaces, "a"))
-                while not begun:
-                    await asyncio.sleep(0.001)
-                impatient.cancel()
-                await asyncio.wait([impatient])
-                assert impatient.cancelled()
-                assert len(namespaces._reserved) == 1
-            # Its memory is not available to others.
-            with pytest.raises(module.MemoryLimitError):
-                await learned(namespaces, "b")
-            patient = asyncio.create_task(learned(namespaces, "a"))
-            await asyncio.sleep(0.05)
-            assert not patient.done()
-            may_load.set()
-            assert draft_of(await patient, [1, 2, 3], 1) == [4]
-            assert begun == ["a"]
-
-    test()
+    await saved(tmp_path)
+    async with opened(tmp_path, fit=1) as namespaces:
+        for _ in range(40):
+            impatient = asyncio.create_task(learned(namespaces, "a"))
+            while not begun:
+                await asyncio.sleep(0.001)
+            impatient.cancel()
+            await asyncio.wait([impatient])
+            assert impatient.cancelled()
+            assert len(namespaces._reserved) == 1
+        # Its memory is not available to others.
+        with pytest.raises(module.MemoryLimitError):
+            await learned(namespaces, "b")
+        patient = asyncio.create_task(learned(namespaces, "a"))
+        await asyncio.sleep(0.05)
+        assert not patient.done()
+        may_load.set()
+        assert draft_of(await patient, [1, 2, 3], 1) == [4]
+        assert begun == ["a"]
 
 
-def test_a_caller_does_not_wait_longer_than_the_limit_for_a_load_or_the_folder(tmp_path, monkeypatch):
+@run
+async def test_a_caller_does_not_wait_longer_than_the_limit_for_a_load_or_the_folder(tmp_path, monkeypatch):
     may_load, begun = blocked_loads(monkeypatch)
     monkeypatch.setattr(module, "DISK_LIMIT_S", 0.05)
     monkeypatch.setattr(module, "DISK_BYTES_PER_S", 1e12)
-
-    @run
-    async def test():
-        await saved(tmp_path)
-        async with opened(tmp_path) as namespaces:
-            for _ in range(3):
-                with pytest.raises(LoadError, match="it takes longer than"):
-                    await learned(namespaces, "a")
-            assert namespaces.retries.failed == 3
-            with pytest.raises(module.SnapshotError, match="are being read or written, so nothing was deleted"):
-                await namespaces.drop("a")
-            assert begun == ["a"]
-            # Others are served meanwhile.
-            assert (await learned(namespaces, "b", [1, 2])).corpus.tokens == 3
-            names = namespaces.store.names
-            namespaces.store.names = may_load.wait
-            with pytest.raises(LoadError, match="the snapshot folder cannot be loaded now: it does not answer"):
-                await namespaces.names()
-            namespaces.store.names = names
-            may_load.set()
-            while "a" not in namespaces.loaded:
-                await asyncio.sleep(0.001)
-            assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
-
-    test()
+    await saved(tmp_path)
+    async with opened(tmp_path) as namespaces:
+        for _ in range(3):
+            with pytest.raises(LoadError, match="it takes longer than"):
+                await learned(namespaces, "a")
+        assert namespaces.failed_loads == 3
+        with pytest.raises(module.SnapshotError, match="are being read or written, so nothing was deleted"):
+            await namespaces.drop("a")
+        assert begun == ["a"]
+        # Others are served meanwhile.
+        assert (await learned(namespaces, "b", [1, 2])).corpus.tokens == 3
+        names = namespaces.store.names
+        namespaces.store.names = may_load.wait
+        with pytest.raises(LoadError, match="the snapshot folder cannot be loaded now: it does not answer"):
+            await namespaces.names()
+        namespaces.store.names = names
+        may_load.set()
+        while "a" not in namespaces.loaded:
+            await asyncio.sleep(0.001)
+        assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
 
 
 def test_without_free_descriptors_a_namespace_is_not_lost(tmp_path, socket_address):
     arguments = ["--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path)]
-    with served(*arguments), connected(socket_address) as caller:
-        caller.observe("a", counted(100), names=["mine"])
-    before = contents(tmp_path)
+    before = asyncio.run(saved(tmp_path))
     with served(*arguments) as process, connected(socket_address) as caller:
-        caller.call("ListNamespaces")
+        caller.observe("loaded", counted(200))
         limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         used = {int(number) for number in os.listdir(f"/proc/{process.pid}/fd")}
         none_free = next(number for number in range(1024) if number not in used)
@@ -256,26 +208,25 @@ def test_without_free_descriptors_a_namespace_is_not_lost(tmp_path, socket_addre
             code, message = caller.refusal("Observe", namespace="a", texts=None)
             assert code is grpc.StatusCode.UNAVAILABLE
             assert "cannot be loaded now: " in message
-            code, _ = caller.refusal("Forget", namespace="a", request_id="mine")
+            code, _ = caller.refusal("Forget", namespace="a", request_id="a-0")
             assert code is grpc.StatusCode.UNAVAILABLE
-        assert contents(tmp_path) == before
+        assert {name: content for name, content in contents(tmp_path).items() if name != ".lock"} == before
+        # What is loaded needs no descriptor, even if it is used for the first time.
+        eventually(lambda: caller.probe("loaded", counted(200)[:8], limit=1) == [208])
+        assert '"name":"loaded"' in caller.call("Report").json
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
         eventually(lambda: caller.opened("a"))
-        assert caller.probe("a", counted(100)[:8], limit=1) == [108]
+        assert caller.probe("a", [1, 2, 3], limit=1) == [4]
 
 
-def test_the_number_of_threads_of_a_disk_that_hangs_is_limited(monkeypatch):
+@run
+async def test_the_number_of_threads_of_a_disk_that_hangs_is_limited(monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr(disk, "MAX_THREADS", 3)
-
-    @run
-    async def test():
-        disk = DiskThreads()
-        hanging = [disk.run(go_on.wait, 60) for _ in range(3)]
-        with pytest.raises(RuntimeError, match="3 calls of the file system have not returned"):
-            disk.run(go_on.wait)
-        go_on.set()
-        await asyncio.gather(*hanging)
-        assert await disk.run(str, 5) == "5"
-
-    test()
+    threads = DiskThreads()
+    hanging = [threads.run(go_on.wait, 60) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="3 calls of the file system have not returned"):
+        threads.run(go_on.wait)
+    go_on.set()
+    await asyncio.gather(*hanging)
+    assert await threads.run(str, 5) == "5"

@@ -2,17 +2,17 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from drafter_service.replication.events import Finished, Forgotten, ForgottenBefore
-from drafter_service.server.namespace import Namespace
+from drafter_service.replication.events import Event, Kind
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of, id_of_hash
 from tests.drafter_service.guarded import Clock
 from tests.drafter_service.raw import batch, drafted, finish, start
-from tests.drafter_service.server.opened_namespaces import DRAFTING, UNKNOWN_MODEL, draft_of
+from tests.drafter_service.server.opened_namespaces import draft_of, still_namespace
 from tests.strategies import array
 
 
@@ -25,10 +25,8 @@ def clock():
 
 @pytest.fixture
 def namespace(clock):
-    namespace = Namespace("some", UNKNOWN_MODEL, DRAFTING, Corpus(DRAFTING.capacity, DRAFTING.match_depth, clock))
-    yield namespace
-    namespace.close()
-    namespace.corpus.close()
+    with still_namespace(clock=clock) as namespace:
+        yield namespace
 
 
 def test_a_name_is_learned_once_until_it_is_forgotten(namespace, clock):
@@ -51,8 +49,9 @@ def test_a_name_is_learned_once_until_it_is_forgotten(namespace, clock):
     namespace.corpus.refresh()
     assert namespace.learn(array([1, 2, 3, 7]), "r")
     assert not namespace.learn(array([4, 4, 5]), "s")
-    kinds = [Finished, Finished, Finished, Forgotten, Finished, Finished, ForgottenBefore, Finished]
-    assert [type(event) for event in published] == kinds
+    finished, forgotten, before = Kind.FINISHED, Kind.FORGOTTEN, Kind.FORGOTTEN_BEFORE
+    kinds = [finished, finished, finished, forgotten, finished, finished, before, finished]
+    assert [event.kind for event in published] == kinds
 
 
 def test_text_from_the_log_has_its_time_and_is_not_published_again(namespace, clock):
@@ -60,14 +59,53 @@ def test_text_from_the_log_has_its_time_and_is_not_published_again(namespace, cl
     namespace.publish = published.append
     assert namespace.learn(array([1, 2, 3, 4]), "r", finished_at=clock.now - 10, is_from_log=True)
     assert not namespace.learn(array([1, 2, 3, 4]), "r", finished_at=clock.now, is_from_log=True)
+    assert namespace.duplicates == 0
     namespace.forget_before(clock.now - 5, is_from_log=True)
     namespace.corpus.refresh()
     assert namespace.corpus.requests == 0
     assert namespace.learn(array([1, 2, 3, 4]), "r", finished_at=clock.now, is_from_log=True)
-    namespace.forget("r", is_from_log=True)
+    namespace.forget("r", logged_at=clock.now)
     namespace.corpus.refresh()
     assert namespace.corpus.requests == 0
     assert published == []
+
+
+EVENTS = [Event(kind, time, name) for kind in Kind for time in (0.0, 1.0, 2.0, 3.0) for name in "ab"]
+
+
+@given(st.lists(st.sampled_from(EVENTS), min_size=6, max_size=12))
+def test_text_from_the_log_is_learned_unless_an_earlier_event_forgets_it(events):
+    with still_namespace() as namespace:
+        check_events(namespace, events)
+
+
+def check_events(namespace, events):
+    known = {}
+    for index, (kind, time, name, *_) in enumerate(events):
+        match kind:
+            case Kind.FINISHED:
+                is_forgotten = any(
+                    (other.kind is Kind.FORGOTTEN and other.request == name and time <= other.time)
+                    or (other.kind in (Kind.FORGOTTEN_BEFORE, Kind.DROPPED) and time < other.time)
+                    for other in events[:index]
+                )
+                is_learned = namespace.learn(array([1, 2]), name, finished_at=time, is_from_log=True)
+                assert is_learned == (not is_forgotten and name not in known)
+                known |= {name: time} if is_learned else {}
+            case Kind.FORGOTTEN:
+                namespace.forget(name, logged_at=time)
+                known.pop(name, None)
+            case _:
+                namespace.forget_before(time, is_from_log=True)
+                known = {name: learned_at for name, learned_at in known.items() if learned_at >= time}
+
+
+def test_only_the_newest_forgotten_names_are_kept(namespace, monkeypatch):
+    monkeypatch.setattr("drafter_service.server.namespace.MAX_FORGOTTEN", 2)
+    for name in "abc":
+        namespace.forget(name, logged_at=9.0)
+    learned = [namespace.learn(array([1]), name, finished_at=5.0, is_from_log=True) for name in "abc"]
+    assert learned == [True, False, False]
 
 
 def test_text_that_is_older_has_its_time_here_and_in_the_log(namespace, clock):
@@ -95,7 +133,7 @@ def test_the_number_of_remembered_names_is_bounded(namespace, monkeypatch):
     nothing = np.empty(0, np.uint32)
     for number in range(1000):
         namespace.learn(nothing, f"{number}")
-        assert len(namespace.learned_names()) <= 80
+    assert sum(namespace.has_learned(f"{number}") for number in range(1000)) <= 80
     assert not namespace.learn(nothing, "930")
     assert namespace.learn(nothing, "0")
 
@@ -106,18 +144,6 @@ def test_a_text_that_the_corpus_drops_may_be_sent_again(namespace, monkeypatch):
         assert not namespace.learn(array([1, 2, 3, 4]), "r")
     assert (namespace.has_learned("r"), namespace.duplicates) == (False, 0)
     assert namespace.learn(array([1, 2, 3, 4]), "r")
-
-
-def test_everything_is_forgotten_after_the_clock_was_set_back(namespace, clock):
-    """The clock was a day ahead when the text was learned."""
-    for now, text in ((1000.0, [1, 2, 3, 4]), (90_000.0, [5, 6, 7, 8]), (1001.0, [2, 4, 6, 8])):
-        clock.now = now
-        namespace.learn(array(text), str(now))
-    namespace.forget_before(float("inf"))
-    namespace.corpus.refresh()
-    assert namespace.corpus.requests == 0
-    assert [draft_of(namespace, context, 1) for context in ([1, 2, 3], [5, 6, 7], [2, 4, 6])] == [[], [], []]
-    assert namespace.learn(array([1, 2, 3, 4]), "1000.0")
 
 
 def test_ages_are_measured_with_the_current_clock(namespace, clock):
@@ -172,7 +198,7 @@ def is_secret_drafted(namespace):
 def test_fallback_tokens_of_a_running_request_are_forgotten(namespace, shadow, from_log):
     session = with_secret(namespace, shadow=shadow)
     assert is_secret_drafted(namespace)
-    namespace.forget("mine", is_from_log=from_log)
+    namespace.forget("mine", logged_at=5.0 if from_log else None)
     namespace.corpus.refresh()
     assert not is_secret_drafted(namespace)
     # The request continues.
@@ -217,11 +243,3 @@ def test_fallback_tokens_of_a_private_request_are_not_drafted(namespace):
     session = with_secret(namespace, learn=False)
     assert not is_secret_drafted(namespace)
     session.close()
-
-
-def test_a_used_namespace_is_not_idle(namespace):
-    assert namespace.is_idle
-    session = Session(namespace, Limits())
-    assert not namespace.is_idle
-    session.close()
-    assert namespace.is_idle

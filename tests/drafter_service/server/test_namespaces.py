@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.replication.events import Dropped
+from drafter_service.replication.events import Kind
 from drafter_service.server.namespace import ClosedError, IdentityError, StreamHandle
 from drafter_service.server.namespaces import NamespaceError
 from drafter_service.server.session import Session
@@ -116,7 +116,7 @@ async def test_a_dropped_namespace_is_deleted_from_memory_and_disk(tmp_path):
         stream = asyncio.create_task(asyncio.Event().wait())
         namespace.streams.add(StreamHandle(stream))
         assert await namespaces.drop("a")
-        assert [type(event) for event in published] == [Dropped]
+        assert [event.kind for event in published] == [Kind.DROPPED]
         await asyncio.wait([stream])
         assert stream.cancelled()
         assert await namespaces.names() == []

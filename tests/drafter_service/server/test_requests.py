@@ -6,23 +6,31 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.requests import (
-    default_namespace,
     has_few_fields,
     read_finish,
     read_model,
+    read_padding,
     read_start,
     read_texts,
 )
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, pack
+from ssd.budget.padding import Padding
 from ssd.corpus.rollout import Rollout
 from tests.drafter_service.raw import finish, start, texts
 from tests.strategies import array
 
 LONG_NAME = "n" * (MAX_NAME_BYTES + 1)
 SEPARATOR = b"\xff" * 4
+
+
+def hello_of(sizes, lengths):
+    return pb.Hello(step_sizes=pack(array(sizes), "u4"), draft_lengths=pack(array(lengths), "u4"))
+
+
+def test_the_shapes_that_an_engine_pads_to_are_read():
+    assert read_padding(hello_of([1, 8, 16], [0, 4])) == Padding((1, 8, 16), (0, 4))
 
 
 def test_a_start_is_read():
@@ -62,6 +70,10 @@ def test_a_finish_is_read():
         (lambda: read_model(pb.Model(name=LONG_NAME)), r"model\.name has 513"),
         (lambda: read_model(pb.Model(tokenizer=LONG_NAME)), r"model\.tokenizer has 513"),
         (lambda: read_model(pb.Model(adapter=LONG_NAME)), r"model\.adapter has 513"),
+        (lambda: read_padding(hello_of([2, 1], [])), r"hello\.step_sizes must be ascending"),
+        (lambda: read_padding(hello_of([], [1, 1])), r"hello\.draft_lengths must be ascending"),
+        (lambda: read_padding(hello_of(range(5000), [])), r"hello\.step_sizes has 5000 elements; the maximum is"),
+        (lambda: read_padding(pb.Hello(step_sizes=b"123")), r"hello\.step_sizes has 3 bytes"),
     ],
 )
 def test_a_refusal_names_the_field(read, message):
@@ -117,19 +129,6 @@ def test_any_texts_are_read_or_refused(tokens, offsets, names):
     except WireError:
         return
     assert sum(len(read.text(index)) for index in range(len(read))) == len(tokens) // 4
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (ModelIdentity(), "default"),
-        (ModelIdentity("org/Some Model!"), "Some-Model-"),
-        (ModelIdentity("", "abc"), "model-"),
-        (ModelIdentity("x" * 200), "x" * 64 + "-"),
-    ],
-)
-def test_the_default_namespace_is_readable(model, expected):
-    assert default_namespace(model).startswith(expected)
 
 
 @st.composite

@@ -44,53 +44,48 @@ async def test_a_saved_namespace_is_restored_after_a_restart(tmp_path):
         assert not again.learn(array([1, 2, 3, 9]), "a-0")
 
 
-def test_a_namespace_that_cannot_be_saved_stays_loaded_and_is_counted(tmp_path, monkeypatch):
+@run
+async def test_a_namespace_that_cannot_be_saved_stays_loaded_and_is_counted(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(28, "No space left on device")
 
-    async def test():
-        async with opened(tmp_path, fit=1) as namespaces:
-            namespace = await learned(namespaces, "a", [1, 2, 3, 4])
-            await namespaces.save(namespace)
-            namespace.learn(array([1, 2, 3, 9, 9]), None)
-            with monkeypatch.context() as patch:
-                patch.setattr(module, "_write", fails)
-                with pytest.raises(MemoryLimitError, match=r"no idle namespace can be saved .* No space left"):
-                    await learned(namespaces, "b")
-                await namespaces.unload_idle(0)
-                await namespaces.save_changed()
-            assert namespaces.failed_saves == 3
-            assert namespaces.loaded == {"a": namespace}
-            assert namespace.is_changed
+    async with opened(tmp_path, fit=1) as namespaces:
+        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+        await namespaces.save(namespace)
+        namespace.learn(array([1, 2, 3, 9, 9]), None)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_write", fails)
+            with pytest.raises(MemoryLimitError, match=r"no idle namespace can be saved .* No space left"):
+                await learned(namespaces, "b")
+            await namespaces.unload_idle(0)
             await namespaces.save_changed()
-            assert not namespace.is_changed
+        assert namespaces.failed_saves == 3
+        assert namespaces.loaded == {"a": namespace}
+        assert namespace.is_changed
+        await namespaces.save_changed()
+        assert not namespace.is_changed
 
-    asyncio.run(test())
 
-
-def test_a_save_continues_when_its_caller_is_cancelled_and_the_next_one_waits(tmp_path, monkeypatch):
+@run
+async def test_a_save_continues_when_its_caller_is_cancelled_and_the_next_one_waits(tmp_path, monkeypatch):
     """Otherwise the older of two snapshots could replace the newer one."""
     may_write, begun = blocked_writes(monkeypatch)
-
-    async def test():
-        async with opened(tmp_path) as namespaces:
-            namespace = await learned(namespaces, "a", [1, 2, 3, 4])
-            impatient = asyncio.create_task(namespaces.save(namespace))
-            await asyncio.to_thread(begun.acquire, timeout=60)
-            impatient.cancel()
-            await asyncio.wait([impatient])
-            assert impatient.cancelled()
-            namespace.learn(array([5, 6, 7, 8]), None)
-            second = asyncio.create_task(namespaces.save(namespace))
-            assert not await asyncio.to_thread(begun.acquire, timeout=0.2)
-            may_write.set()
-            await second
-            assert not namespace.is_changed
-        async with opened(tmp_path) as namespaces:
-            again = await learned(namespaces, "a")
-            assert draft_of(again, [5, 6, 7], 1) == [8]
-
-    asyncio.run(test())
+    async with opened(tmp_path) as namespaces:
+        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+        impatient = asyncio.create_task(namespaces.save(namespace))
+        await asyncio.to_thread(begun.acquire, timeout=60)
+        impatient.cancel()
+        await asyncio.wait([impatient])
+        assert impatient.cancelled()
+        namespace.learn(array([5, 6, 7, 8]), None)
+        second = asyncio.create_task(namespaces.save(namespace))
+        assert not await asyncio.to_thread(begun.acquire, timeout=0.2)
+        may_write.set()
+        await second
+        assert not namespace.is_changed
+    async with opened(tmp_path) as namespaces:
+        again = await learned(namespaces, "a")
+        assert draft_of(again, [5, 6, 7], 1) == [8]
 
 
 @run
@@ -127,23 +122,20 @@ async def test_a_corpus_without_its_description_is_restored_and_can_be_dropped(t
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_waiting_save_does_not_restore_a_dropped_namespace(tmp_path, monkeypatch):
+@run
+async def test_a_waiting_save_does_not_restore_a_dropped_namespace(tmp_path, monkeypatch):
     may_write, begun = blocked_writes(monkeypatch)
-
-    async def test():
-        async with opened(tmp_path) as namespaces:
-            namespace = await learned(namespaces, "a", [1, 2, 3, 4])
-            first = asyncio.create_task(namespaces.save(namespace))
-            await asyncio.to_thread(begun.acquire, timeout=60)
-            dropping = asyncio.create_task(namespaces.drop("a"))
-            await asyncio.sleep(0)
-            second = asyncio.create_task(namespaces.save(namespace))
-            await asyncio.sleep(0)
-            may_write.set()
-            assert (await first).name == "a"
-            assert await dropping
-            with pytest.raises(ClosedError):
-                await second
-            assert list(tmp_path.iterdir()) == []
-
-    asyncio.run(test())
+    async with opened(tmp_path) as namespaces:
+        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+        first = asyncio.create_task(namespaces.save(namespace))
+        await asyncio.to_thread(begun.acquire, timeout=60)
+        dropping = asyncio.create_task(namespaces.drop("a"))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(namespaces.save(namespace))
+        await asyncio.sleep(0)
+        may_write.set()
+        assert (await first).name == "a"
+        assert await dropping
+        with pytest.raises(ClosedError):
+            await second
+        assert list(tmp_path.iterdir()) == []

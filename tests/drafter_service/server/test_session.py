@@ -4,60 +4,37 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from google.protobuf.message import DecodeError
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from drafter_service.observability.facts import MAX_ENGINES, OTHER_ENGINES, Engine, ModelIdentity
-from drafter_service.server.namespace import Namespace
 from drafter_service.server.session import Session
 from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_FIELDS, batch_message, pack
-from ssd.base import LONG_PROMPT
 from ssd.config import DrafterConfig
-from ssd.corpus.corpus import Corpus
 from ssd.drafter import SuffixDrafter
 from ssd.stats import Stats
 from ssd.types import offsets_of
 from tests.drafter_service.raw import batch, drafted, drafts_in, finish, lost, start
-from tests.held_sorting import HeldSorting
+from tests.drafter_service.server.opened_namespaces import StillCorpus, still_namespace
 from tests.replay import progress_of
 from tests.strategies import array, examples
 
 CONFIG = DrafterConfig(capacity=10_000, refresh_interval_s=3600)
 INVALID_ARGUMENT = 3
-LONG = np.arange(10_000, 10_001 + LONG_PROMPT, dtype=np.uint32)
-
-
-@pytest.fixture(scope="module")
-def shared():
-    namespace = new_namespace()
-    yield namespace
-    close(namespace)
 
 
 @pytest.fixture
 def namespace():
-    namespace = new_namespace()
-    yield namespace
-    close(namespace)
+    with still_namespace(CONFIG) as namespace:
+        yield namespace
 
 
 @pytest.fixture
 def session(namespace):
     return Session(namespace, Limits())
-
-
-def new_namespace():
-    return Namespace("some", ModelIdentity(), CONFIG, Corpus(CONFIG.capacity, CONFIG.match_depth))
-
-
-def close(namespace):
-    namespace.close()
-    namespace.corpus.close()
 
 
 def send(session, *, may_learn=True, **fields):
@@ -79,13 +56,6 @@ def refused(response, message):
     assert response.error.code == INVALID_ARGUMENT
     assert message in response.error.message
     return True
-
-
-def test_a_response_has_the_number_of_its_request_and_drafts(session):
-    response = send(session, step=7, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, limit=2))
-    assert response.step == 7
-    assert drafted(response) == [6, 5]
-    assert lost(response) == []
 
 
 def test_refusals_name_the_field_and_have_no_effect(session):
@@ -118,35 +88,6 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
 
 
-@given(st.data())
-def test_a_damaged_request_is_refused_or_answered_and_the_session_continues(shared, data):
-    session = Session(shared, Limits())
-    send(session, starts=[start(1, [5, 6, 5]), start(3, [1, 2, 1])])
-    send(session, batch=batch({1: (), 3: ()}))  # So that there are counts to damage.
-    whole = pb.DraftRequest(
-        step=3,
-        starts=[start(2, [1, 2], session_id="s", request_id="r")],
-        finishes=[finish(3, [2], verified=1, steps=1)],
-        batch=batch({1: [6], 2: ()}, verified=0),
-        counters=pb.ClientCounters(timeouts=3, reconnects=1),
-    )
-    message = bytearray(whole.SerializeToString())
-    for _ in range(data.draw(st.integers(1, 3))):
-        message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        request = pb.DraftRequest.FromString(bytes(message))
-    except DecodeError:
-        request = whole
-    sizes = sizes_of(session)
-    if session.answer(request, may_learn=False).HasField("error"):
-        assert sizes_of(session) == sizes
-    another = 1 << 60  # Far from any damaged small id.
-    response = send(session, starts=[start(another, [5, 6, 5])], batch=batch({another: ()}, limit=2))
-    # Requests that were accepted although damaged teach that drafts fail, so the next ones may be shorter.
-    assert drafted(response)[:1] == [6]
-    session.close()
-
-
 TOKENS = st.lists(st.integers(0, 3), max_size=6)
 IDS = st.integers(0, 5)
 
@@ -156,7 +97,8 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.namespace, self.corpus = new_namespace(), Corpus(CONFIG.capacity, CONFIG.match_depth)
+        self.opened = still_namespace(CONFIG)
+        self.namespace, self.corpus = self.opened.__enter__(), StillCorpus(CONFIG.capacity, CONFIG.match_depth)
         self.stats, self.withheld_stats = Stats(), Stats()
         self.scored = self.offered = self.batches = 0
         self.connect()
@@ -173,19 +115,26 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         assert not response.HasField("error"), response.error.message
         return response
 
-    @rule(ids=st.sets(IDS, max_size=3), prompt=TOKENS, shadow=st.booleans(), learn=st.booleans(), ends=st.booleans())
-    def start(self, ids, prompt, shadow, learn, ends):
+    @rule(
+        ids=st.sets(IDS, max_size=3),
+        prompt=TOKENS,
+        shadow=st.booleans(),
+        learn=st.booleans(),
+        ends=st.booleans(),
+        may_learn=st.booleans(),
+    )
+    def start(self, ids, prompt, shadow, learn, ends, may_learn):
         new = sorted(ids - self.running)
         finishes = [finish(each, [1, 2]) for each in new] if ends else []
         starts = [start(each, prompt, learn, shadow=shadow, session_id="s" if learn else "") for each in new]
-        self.send(starts=starts, finishes=finishes)
+        self.send(starts=starts, finishes=finishes, may_learn=may_learn)
         for each in new:
             drafter = self.shadow if shadow else self.drafter
-            drafter.begin(each, array(prompt), learn=learn, session_id="s" if learn else None)
+            drafter.start(each, array(prompt), learn=learn and may_learn, session_id="s" if learn else None)
         self.running |= {*new}
         self.withheld |= {*new} if shadow else set()
         if ends:
-            self.end(new, [1, 2], 0, 1, learn=True)
+            self.end(new, [1, 2], 0, 1, learn=may_learn)
 
     def end(self, ids, tokens, verified, steps, *, learn):
         for each in [each for each in ids if each in self.running]:
@@ -201,12 +150,20 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         """Return the number of tokens of a sequence's draft."""
         return max(0, int(self.drafter.running.offered_to([sequence_id])[0]))
 
-    @rule(sequence_id=IDS, tokens=TOKENS, data=st.data(), learn=st.booleans(), steps=st.integers(1, 3))
-    def finish(self, sequence_id, tokens, data, learn, steps):
+    @rule(
+        sequence_id=IDS,
+        tokens=TOKENS,
+        data=st.data(),
+        learn=st.booleans(),
+        steps=st.integers(1, 3),
+        may_learn=st.booleans(),
+    )
+    def finish(self, sequence_id, tokens, data, learn, steps, may_learn):
         verified = data.draw(st.integers(0, self.most(sequence_id)))
-        response = self.send(finishes=[finish(sequence_id, tokens, learn, verified=verified, steps=steps)])
+        ends = [finish(sequence_id, tokens, learn, verified=verified, steps=steps)]
+        response = self.send(finishes=ends, may_learn=may_learn)
         assert lost(response) == ([] if sequence_id in self.running else [sequence_id])
-        self.end([sequence_id], tokens, verified, steps, learn=learn)
+        self.end([sequence_id], tokens, verified, steps, learn=learn and may_learn)
 
     @rule(
         chosen=st.lists(IDS, unique=True, max_size=5),
@@ -286,7 +243,7 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         for stats, expected in ((self.namespace.stats, self.stats), (self.namespace.shadow.stats, self.withheld_stats)):
             for count, twin in zip(stats.counters, expected.counters, strict=True):
                 assert count.tolist() == twin.tolist()
-        close(self.namespace)
+        self.opened.__exit__(None, None, None)
         self.corpus.close()
 
 
@@ -348,34 +305,6 @@ def test_the_engine_that_was_disconnected_for_longest_is_dropped_first(namespace
     assert namespace.stats.committed == 2, "statistics of a dropped engine are kept"
 
 
-@pytest.mark.parametrize(
-    ("fields", "learn", "may_at_first", "may_at_last"),
-    [
-        ({"learn": False}, True, True, True),
-        ({}, False, True, True),
-        ({}, True, False, True),
-        ({}, True, True, False),
-    ],
-    ids=["private", "not to be learned", "no right at first", "no right at last"],
-)
-def test_nothing_is_learned_without_permission(namespace, session, fields, learn, may_at_first, may_at_last):
-    send(session, starts=[start(1, [1, 2, 3], **fields)], may_learn=may_at_first)
-    send(session, finishes=[finish(1, [4, 5], learn=learn)], may_learn=may_at_last)
-    namespace.corpus.refresh()
-    assert namespace.corpus.appended == 0
-
-
-@pytest.mark.parametrize(("learn", "may_learn"), [(True, True), (False, True), (True, False)])
-def test_running_sequences_are_drafted_to_others_if_they_may_be_learned(namespace, learn, may_learn):
-    first, second = (Session(namespace, Limits()) for _ in range(2))
-    send(first, starts=[start(1, [1, 2, 3], learn=learn)], may_learn=may_learn)
-    send(second, starts=[start(1, [2, 3])])
-    send(first, batch=batch({1: [4, 5, 6]}), may_learn=may_learn)
-    namespace.corpus.refresh()
-    is_shown = may_learn and learn
-    assert drafted(send(second, batch=batch({1: ()}, limit=3))) == ([4, 5, 6] if is_shown else [])
-
-
 @pytest.mark.parametrize("steps", [[], [1]])
 def test_the_sequences_that_were_inactive_for_longest_are_dropped(namespace, steps):
     session = Session(namespace, Limits(sequences=2))
@@ -422,32 +351,6 @@ def test_clients_counters_are_summed(namespace):
     assert late == {one: (7, 4), other: (10, 10)}
 
 
-def test_a_long_prompt_is_sorted_while_others_are_served(session):
-    held, prompt = HeldSorting(session._drafter), [*LONG, 9001, 9002, 9003, 9001]
-    response = send(session, starts=[start(1, prompt), start(2, [5, 6, 5])], batch=batch({1: (), 2: ()}, limit=2))
-    assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
-    response = send(session, batch=batch({2: [6], 1: [9002]}, limit=1))
-    assert [drafted(response, 2, index) for index in (0, 1)] == [[5], []]
-    assert sizes_of(session) == {1: len(prompt) + 1, 2: 4}
-    held.run()
-    assert drafted(send(session, batch=batch({1: ()}, limit=2))) == [9003, 9001]
-    assert sizes_of(session) == {1: len(prompt) + 1, 2: 4}
-
-
-@pytest.mark.parametrize("rights", [(True, True), (True, False), (False, True)])
-def test_a_sequence_that_ends_before_its_prompt_is_sorted_is_learned_only_with_the_right(session, rights):
-    namespace = session.namespace
-    HeldSorting(session._drafter)
-    send(session, starts=[start(1, LONG)], batch=batch({1: [7001, 7002]}), may_learn=rights[0])
-    assert lost(send(session, finishes=[finish(1, [7003, 7004])], may_learn=rights[1])) == []
-    assert sizes_of(session) == {}
-    namespace.corpus.refresh()
-    # The id can be reused at once.
-    learned = drafted(send(session, starts=[start(1, LONG)], batch=batch({1: ()}, limit=4)))
-    assert learned == ([7001, 7002, 7003, 7004] if all(rights) else [])
-    assert (namespace.stats.committed, namespace.stats.steps) == (4, 2)
-
-
 def test_a_failure_of_the_drafter_is_not_an_unknown_sequence(session, monkeypatch):
     send(session, starts=[start(1, [5, 6, 5])])
     own = session._drafter.draft_unpublished
@@ -459,17 +362,6 @@ def test_a_failure_of_the_drafter_is_not_an_unknown_sequence(session, monkeypatc
     monkeypatch.setattr(session._drafter, "draft_unpublished", fail_once)
     with pytest.raises(ValueError, match="broadcast"):
         send(session, batch=batch({1: ()}))
-
-
-def test_a_sequence_may_be_dropped_before_its_prompt_is_sorted(session):
-    session = Session(session.namespace, Limits(sequences=2, stream_tokens=len(LONG) + 100))
-    HeldSorting(session._drafter)
-    send(session, starts=[start(1, LONG), start(2, [1])])
-    send(session, starts=[start(3, range(200))])
-    assert sizes_of(session) == {2: 1, 3: 200}
-    assert lost(send(session, batch=batch({1: ()}))) == [1]
-    too_long = [start(4, LONG), start(5, range(101))]
-    assert refused(send(session, starts=too_long), f"a stream may have {len(LONG) + 100}")
 
 
 def test_token_ids_outside_the_vocabulary_are_refused_without_effect(namespace):

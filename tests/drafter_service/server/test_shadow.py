@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.namespace import BURST_S, SHARE, ClosedError, Namespace, TimeBudget
+from drafter_service.server.namespace import BURST_S, SHARE, ClosedError, TimeBudget
 from drafter_service.server.session import Session
 from drafter_service.server.shadow import MAX_WAITING, ShadowDrafter, learn
 from drafter_service.settings.tree import Limits
@@ -17,13 +16,14 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack
 from ssd.base import LONG_PROMPT
 from ssd.config import DrafterConfig
-from ssd.corpus.corpus import Corpus
 from ssd.types import Progress
-from tests.drafter_service.raw import batch, connected, finish, start, texts
+from tests.drafter_service.raw import batch, connected, finish, lost, start, texts
+from tests.drafter_service.server.opened_namespaces import answered, still_namespace
 from tests.replay import accepted_path, drafter_of, progress_of
-from tests.servers import served
-from tests.strategies import array
+from tests.servers import serving
+from tests.strategies import array, examples
 
+CONFIG = DrafterConfig(capacity=50_000, refresh_interval_s=3600)
 LIMIT = 8
 NO_TOKENS = np.empty(0, np.uint32)
 REQUESTS = [
@@ -34,31 +34,10 @@ REQUESTS = [
 KNOWN = [list(range(100)), list(range(30, 60)) * 2, list(range(200, 260))]
 
 
-def new_namespace(**settings):
-    config = DrafterConfig(capacity=50_000, refresh_interval_s=3600, **settings)
-    corpus = Corpus(config.capacity, config.match_depth)
-    for known in KNOWN:
-        corpus.append(array(known))
-    corpus.refresh()
-    return Namespace("some", ModelIdentity(), config, corpus)
-
-
-def close(namespace):
-    namespace.close()
-    namespace.corpus.close()
-
-
 @pytest.fixture
 def namespace():
-    namespace = new_namespace()
-    yield namespace
-    close(namespace)
-
-
-def send(session, **fields):
-    response = session.answer(pb.DraftRequest(**fields), may_learn=True)
-    assert not response.HasField("error"), response.error.message
-    return response
+    with still_namespace(CONFIG, KNOWN) as namespace:
+        yield namespace
 
 
 def counts(stats):
@@ -87,13 +66,14 @@ def cut(draw):
     return requests
 
 
+@examples(50)
 @given(cut(), st.sampled_from(["path", "tree"]))
 def test_the_drafter_is_called_as_by_an_engine_that_verifies_drafts(requests, shape):
     with drafter_of(KNOWN, draft_shape=shape) as one, drafter_of(KNOWN, draft_shape=shape) as other:
         shadow = ShadowDrafter(one)
         for number, (prompt, pieces) in enumerate(requests):
             verify(other, number, prompt, np.concatenate(pieces))
-            shadow.begin(number, prompt)
+            shadow.start(number, prompt)
             shadow.advance(Progress.of_one(number, NO_TOKENS, max_draft=LIMIT))
             for piece in pieces[:-1]:
                 shadow.advance(Progress.of_one(number, piece, max_draft=LIMIT))
@@ -102,26 +82,18 @@ def test_the_drafter_is_called_as_by_an_engine_that_verifies_drafts(requests, sh
         assert one.corpus.appended == other.corpus.appended
 
 
-def test_withheld_drafts_have_the_shape_that_the_engine_verifies(namespace):
+def test_withheld_drafts_have_the_shape_and_the_price_of_the_others(namespace):
     session = Session(namespace, Limits(), draft_shape="tree")
-    send(session, starts=[start(1, [1], shadow=True)])
+    answered(session, starts=[start(1, [1]), start(2, [1], shadow=True)])
     assert [drafter.config.draft_shape for drafter in namespace.drafters] == ["tree", "tree"]
-    session.close()
-
-
-def test_a_withheld_sequence_counts_once(namespace):
-    session = Session(namespace, Limits(sequences=2))
-    send(session, starts=[start(1, [1], shadow=True), start(2, [1])])
-    assert namespace.sequences == 2
-    send(session, starts=[start(3, [1])])
-    assert namespace.sequences == 2
+    assert len({id(drafter.budget.curve) for drafter in namespace.drafters}) == 1
     session.close()
 
 
 def test_tokens_before_the_first_draft_are_a_step_each():
     with drafter_of(KNOWN) as drafter:
         shadow = ShadowDrafter(drafter)
-        shadow.begin(1, array(range(10)))
+        shadow.start(1, array(range(10)))
         shadow.advance(Progress.of_one(1, array([500, 501, 502]), max_draft=LIMIT))
         assert (drafter.stats.steps, drafter.stats.committed) == (3, 3)
 
@@ -129,7 +101,7 @@ def test_tokens_before_the_first_draft_are_a_step_each():
 def test_many_tokens_at_once_are_steps_without_drafts():
     with drafter_of([range(2 * MAX_WAITING)]) as drafter:
         shadow = ShadowDrafter(drafter)
-        shadow.begin(1, array(range(10)))
+        shadow.start(1, array(range(10)))
         shadow.advance(Progress.of_one(1, NO_TOKENS, max_draft=LIMIT))
         offered = drafter.running.offered()[1]
         shadow.finish(1, array(range(10, 11 + MAX_WAITING)), learn=False)
@@ -144,12 +116,12 @@ def test_many_tokens_at_once_are_steps_without_drafts():
 def test_withheld_drafts_may_come_from_a_long_prompt(namespace):
     session = Session(namespace, Limits())
     long = np.arange(10_000, 11_000 + LONG_PROMPT, dtype=np.uint32)
-    send(session, starts=[start(1, long, shadow=True), start(2, long, shadow=True)], batch=batch({1: (), 2: ()}))
-    send(session, batch=batch({1: [10_500]}), finishes=[finish(2, [3, 4])])
+    answered(session, starts=[start(1, long, shadow=True), start(2, long, shadow=True)], batch=batch({1: (), 2: ()}))
+    answered(session, batch=batch({1: [10_500]}), finishes=[finish(2, [3, 4])])
     session._shadow.drafter.wait_for_sorting()
     for token in range(10_501, 10_520):
-        send(session, batch=batch({1: [token]}))
-    send(session, finishes=[finish(1)])
+        answered(session, batch=batch({1: [token]}))
+    answered(session, finishes=[finish(1)])
     session.close()
     shadow = namespace.shadow
     assert (shadow.observed, shadow.scored) == (2, 2)
@@ -178,8 +150,9 @@ def test_withheld_sequences_are_learned_as_others(namespace, why):
 def test_sequences_beyond_the_limits_are_dropped(namespace):
     """Those that were not used for longest, whether their drafts are withheld or not."""
     session = Session(namespace, Limits(sequences=3))
-    send(session, starts=[start(number, range(10), shadow=number % 2 == 0) for number in range(6)])
-    assert (session._drafter.running.ids, session._withheld) == ({3, 5}, {4})
+    answered(session, starts=[start(number, range(10), shadow=number % 2 == 0) for number in range(6)])
+    assert namespace.sequences == 3
+    assert lost(answered(session, batch=batch(dict.fromkeys(range(6), ())))) == [0, 1, 2]
     session.close()
 
 
@@ -202,31 +175,25 @@ def observe(namespace, *requests, names=()):
 
 
 def test_observed_requests_are_scored_before_they_are_learned(namespace):
-    twin = new_namespace()
-    for number, (prompt, output) in enumerate(REQUESTS * 2):
-        observe(namespace, (prompt, output))
-        namespace.corpus.refresh()
-        verifying = twin.new_drafter()
-        verify(verifying, number, prompt, output, limit=namespace.config.max_draft)
-        twin.release(verifying)
-        twin.corpus.refresh()
-    assert counts(namespace.shadow.stats) == counts(twin.stats)
-    assert namespace.corpus.appended == twin.corpus.appended, "of a prompt, the end is learned"
+    with still_namespace(CONFIG, KNOWN) as twin:
+        for number, (prompt, output) in enumerate(REQUESTS * 2):
+            observe(namespace, (prompt, output))
+            namespace.corpus.refresh()
+            verifying = twin.new_drafter()
+            verify(verifying, number, prompt, output, limit=namespace.config.max_draft)
+            twin.release(verifying)
+            twin.corpus.refresh()
+        assert counts(namespace.shadow.stats) == counts(twin.stats)
+        assert namespace.corpus.appended == twin.corpus.appended, "of a prompt, the end is learned"
     assert (namespace.shadow.observed, namespace.shadow.scored) == (6, 6)
     assert namespace.stats.steps == 0
     assert not namespace.drafters
-    close(twin)
 
 
 def test_a_request_is_observed_once(namespace):
     observe(namespace, REQUESTS[0], REQUESTS[0], REQUESTS[1], names=["a", "a", "b"])
     assert observe(namespace, REQUESTS[0], names=["a"]).duplicates == 1
     assert namespace.shadow.observed == 2
-
-
-def test_texts_without_prompts_are_not_scored(namespace):
-    asyncio.run(learn(namespace, texts([1, 2, 3]), pb.ObserveResponse()))
-    assert namespace.shadow.observed == 0
 
 
 def test_requests_are_scored_while_there_is_time(namespace):
@@ -253,14 +220,13 @@ def test_scoring_takes_its_share_of_the_time():
     assert spent == pytest.approx(SHARE * 1000 + BURST_S, abs=1)
 
 
-def test_scoring_ends_when_the_namespace_is_dropped():
+def test_scoring_ends_when_the_namespace_is_dropped(namespace):
     async def act():
-        namespace = new_namespace()
         long = (np.arange(10, dtype=np.uint32), np.arange(10, 2000, dtype=np.uint32) % 100)
         scoring = asyncio.create_task(learn(namespace, requests_message(long), pb.ObserveResponse()))
         while not namespace.shadow.stats.steps:
             await asyncio.sleep(0)
-        close(namespace)
+        namespace.close()
         with pytest.raises(ClosedError):
             await scoring
 
@@ -286,7 +252,7 @@ def test_other_tasks_run_while_a_request_is_scored(namespace):
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     address = f"unix:{tmp_path_factory.mktemp('s')}/drafter.sock"
-    with served("--listen", address, "--capacity", "300k"):
+    with serving(listen=address, drafting=DrafterConfig(capacity=300_000)):
         yield address
 
 

@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
 from drafter_service.server.step_socket import StepSocket, StreamEndedError
+from drafter_service.settings.tree import AccessConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
 from drafter_service.transport.wire import HEADER, MAGIC, MAX_MESSAGE_BYTES, Frames, framed
 from ssd.errors import UserError
 from tests.certificates import Authority
+from tests.descriptors import check_accepting
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import TIMEOUT_S, connected, hello
-from tests.servers import served
+from tests.servers import served, serving
 from tests.strategies import examples
 
 
@@ -59,7 +61,7 @@ def end_after(address, data, *, half_closed=False):
 @pytest.fixture(scope="module")
 def address():
     """Yield the address of a server that no test stops."""
-    with tempfile.TemporaryDirectory(prefix="ssd-") as folder, served("--listen", f"unix:{folder}/drafter.sock"):
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder, serving(listen=f"unix:{folder}/drafter.sock"):
         yield f"unix:{folder}/drafter.sock"
 
 
@@ -70,7 +72,7 @@ HANDSHAKE = framed(pb.DraftRequest(hello=hello("default")).SerializeToString())
 def test_connections_without_a_valid_beginning_are_refused(address):
     assert end_after(address, b"GET / HTTP/1.1\r\n\r\n")[0] is grpc.StatusCode.UNIMPLEMENTED
     code, reason = end_after(address, MAGIC + HEADER.pack(1 << 20))
-    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the authorization is too long")
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "a frame has 1048576 bytes; the maximum is 8192")
     assert end_after(address, MAGIC[:5], half_closed=True)[0] is grpc.StatusCode.CANCELLED
     assert end_after(address, MAGIC + framed(b""), half_closed=True) == (grpc.StatusCode.OK, "")
     # Without access control no token is needed, but this header is malformed.
@@ -81,8 +83,7 @@ def test_connections_without_a_valid_beginning_are_refused(address):
 async def ends_of_silent_connections(address, number):
     """Return the end reasons of simultaneous connections that send nothing, to a service with a limit of two."""
     listening = StepSocket(streams=None, max_connections=2)
-    listening.bind(Address(address).steps, 0o600)
-    await listening.start()
+    await listening.start(Address(address).steps, 0o600)
 
     async def silent():
         reader, writer = await asyncio.open_unix_connection(steps_of(address))
@@ -120,50 +121,37 @@ def test_an_incomplete_frame_ends_the_stream(address):
 
 
 @run
-async def test_the_socket_has_the_mode_and_is_removed_with_the_service(socket_address):
-    steps = steps_of(socket_address)
-    for mode in (0o600, 0o660):
-        listening = StepSocket(streams=None, max_connections=2)
-        listening.bind(Address(socket_address).steps, mode)
-        await listening.start()
-        assert stat.S_IMODE(steps.stat().st_mode) == mode
-        await listening.stop(TIMEOUT_S)
-        assert not steps.exists()
-
-
-def test_the_service_sets_the_mode_of_its_sockets(socket_address):
-    with served("--listen", socket_address, "--socket-mode", "0660"):
-        for path in (steps_of(socket_address), Path(socket_address.removeprefix("unix:"))):
-            assert stat.S_IMODE(path.stat().st_mode) == 0o660
-
-
-@run
 async def test_a_stale_socket_is_replaced_and_other_files_are_not(socket_address):
     steps = steps_of(socket_address)
     listening = StepSocket(streams=None, max_connections=2)
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(steps))
-    listening.bind(Address(socket_address).steps, 0o600)
+    await listening.start(Address(socket_address).steps, 0o600)
     await listening.stop(TIMEOUT_S)
     steps.write_text("mine")
     with pytest.raises(UserError, match="exists and is not a socket"):
-        listening.bind(Address(socket_address).steps, 0o600)
+        await listening.start(Address(socket_address).steps, 0o600)
     assert steps.read_text() == "mine"
 
 
-def test_a_stop_ends_streams_normally(socket_address):
-    with served("--listen", socket_address) as process, connected(socket_address, over_steps=True) as caller:
+def test_the_service_sets_the_mode_of_its_sockets_and_its_end_is_that_of_streams(socket_address):
+    with (
+        served("--listen", socket_address, "--socket-mode", "0660") as process,
+        connected(socket_address, over_steps=True) as caller,
+    ):
+        for path in (steps_of(socket_address), Path(socket_address.removeprefix("unix:"))):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o660
         stream = caller.stream("default")
         process.terminate()
         with pytest.raises(StopIteration):
             stream.read()
-        assert stream.call.code() is grpc.StatusCode.OK
+    assert not steps_of(socket_address).exists()
 
 
 def test_with_tls_there_is_no_step_socket(tmp_path, socket_address):
     ours = Authority(tmp_path, "ours")
     pair = ours.server("localhost")
-    with served("--listen", socket_address, "--certificate", str(pair.certificate), "--key", str(pair.key)):
+    with serving(listen=socket_address, access=AccessConfig(pair.certificate, pair.key)):
         assert not steps_of(socket_address).exists()
         with DrafterClient(socket_address, access=ClientAccess(ca=ours.certificate)) as client:
             assert client.lost is None
@@ -207,8 +195,7 @@ def test_requests_are_answered_in_order_however_they_arrive(sizes, cuts):
 
     async def test(address):
         listening = StepSocket(Echo(), max_connections=1)
-        listening.bind(Address(address).steps, 0o600)
-        await listening.start()
+        await listening.start(Address(address).steps, 0o600)
         reader, writer = await asyncio.open_unix_connection(steps_of(address))
         begin = 0
         for cut in [*cuts, len(data)]:
@@ -226,10 +213,9 @@ def test_requests_are_answered_in_order_however_they_arrive(sizes, cuts):
         asyncio.run(asyncio.wait_for(test(f"unix:{folder}/drafter.sock"), TIMEOUT_S))
 
 
-def test_the_socket_accepts_connections_before_the_service_starts(socket_address):
-    listening = StepSocket(None, 1)
-    listening.bind(Address(socket_address).steps, 0o600)
-    with connect(socket_address):
-        pass  # The connection waits in the socket's queue.
-    asyncio.run(listening.stop(0))
-    assert not steps_of(socket_address).exists()
+@run
+async def test_without_free_descriptors_few_attempts_to_accept_are_made(socket_address, monkeypatch):
+    listening = StepSocket(None, 0)  # Every connection is refused.
+    await listening.start(Address(socket_address).steps, 0o600)
+    await check_accepting(lambda: connect(socket_address), monkeypatch)
+    await listening.stop(0)

@@ -4,48 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.namespace import Namespace
-from drafter_service.server.requests import read_padding
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
-from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import WireError, batch_message, pack
+from drafter_service.transport.wire import batch_message
 from ssd.budget.curve import StepCurve
 from ssd.budget.padding import Padding
 from ssd.config import DrafterConfig
-from ssd.corpus.corpus import Corpus
 from ssd.types import StepTime
 from tests.drafter_service.raw import batch, drafted, start
+from tests.drafter_service.server.opened_namespaces import answered, still_namespace
 from tests.replay import progress_of
+from tests.strategies import examples
 
 LOOP = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
 CONFIG = DrafterConfig(capacity=10_000, refresh_interval_s=3600, max_draft=32)
 
 
-def namespace_of(config=CONFIG):
-    return Namespace("some", ModelIdentity(), config, Corpus(config.capacity, config.match_depth))
-
-
 @pytest.fixture
 def namespace():
-    namespace = namespace_of()
-    yield namespace
-    namespace.close()
-    namespace.corpus.close()
-
-
-def send(session, **fields):
-    """Return the response to a request, after the session has learned from it."""
-    response = session.answer(pb.DraftRequest(**fields), may_learn=True)
-    assert not response.HasField("error"), response.error.message
-    session.record()
-    return response
+    with still_namespace(CONFIG) as namespace:
+        yield namespace
 
 
 def ran(*steps, committed=(), verified=0, limit=32):
@@ -56,15 +38,15 @@ def ran(*steps, committed=(), verified=0, limit=32):
 def teach(session, seconds_per_token):
     for index in range(300):
         tokens = 1 + index % 40
-        send(session, batch=ran(StepTime(tokens, 1, 1 + seconds_per_token * tokens)))
+        answered(session, batch=ran(StepTime(tokens, 1, 1 + seconds_per_token * tokens)))
 
 
 def test_each_engine_of_a_namespace_has_a_curve_of_its_own(namespace):
     sessions = [Session(namespace, Limits()) for _ in range(2)]
     for session, seconds_per_token in zip(sessions, (0.001, 0.3), strict=True):
-        send(session, starts=[start(1, LOOP)])
+        answered(session, starts=[start(1, LOOP)])
         teach(session, seconds_per_token)
-    fast, slow = [drafted(send(session, batch=batch({1: ()}, 32))) for session in sessions]
+    fast, slow = [drafted(answered(session, batch=batch({1: ()}, 32))) for session in sessions]
     assert len(fast) > 2 * len(slow) > 0
     assert namespace.budget_totals.sizes[:, 0].sum() > 500
     sessions[0].close()
@@ -74,16 +56,17 @@ def test_each_engine_of_a_namespace_has_a_curve_of_its_own(namespace):
 
 def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
     session = Session(namespace, Limits())
-    send(session, starts=[start(1, LOOP)])
+    answered(session, starts=[start(1, LOOP)])
     pauses = []
     for _ in range(30):
         step = StepTime(2, 1, 0.01, drafting_s=0.02)
-        response = send(session, batch=ran(step, committed=[50], limit=1))
+        response = answered(session, batch=ran(step, committed=[50], limit=1))
         pauses.append(response.drafts.pause_steps)
     assert any(pauses)
     session.close()
 
 
+@examples(50)
 @given(
     st.lists(
         st.builds(
@@ -98,62 +81,29 @@ def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
     )
 )
 def test_no_duration_is_an_error(steps):
-    namespace = namespace_of()
-    session = Session(namespace, Limits())
-    send(session, starts=[start(1, LOOP)])
-    for step in steps:
-        send(session, batch=ran(step, step))
-    possible = namespace.budget_totals.sizes[:, 0].sum()
-    assert possible + namespace.budget_totals.ignored == 2 * len(steps)
-    assert drafted(send(session, batch=batch({1: ()}, 8))) is not None
-    session.close()
-    namespace.close()
-    namespace.corpus.close()
+    with still_namespace(CONFIG) as namespace:
+        session = Session(namespace, Limits())
+        answered(session, starts=[start(1, LOOP)])
+        for step in steps:
+            answered(session, batch=ran(step, step))
+        possible = namespace.budget_totals.sizes[:, 0].sum()
+        assert possible + namespace.budget_totals.ignored == 2 * len(steps)
+        assert drafted(answered(session, batch=batch({1: ()}, 8))) is not None
+        session.close()
 
 
 def test_a_configured_cost_is_not_corrected():
-    namespace = namespace_of(replace(CONFIG, cost=0.02))
-    session = Session(namespace, Limits())
-    send(session, starts=[start(1, LOOP)])
-    before = drafted(send(session, batch=batch({1: ()}, 32)))
-    teach(session, 0.5)
-    assert drafted(send(session, batch=batch({1: ()}, 32))) == before
-    session.close()
-    namespace.close()
-    namespace.corpus.close()
-
-
-def test_withheld_drafts_have_the_price_of_the_others(namespace):
-    session = Session(namespace, Limits())
-    send(session, starts=[start(1, LOOP), start(2, LOOP, shadow=True)])
-    assert session._shadow.drafter.budget.curve is session._drafter.budget.curve
-    session.close()
-
-
-def hello_of(sizes, lengths):
-    return pb.Hello(
-        step_sizes=pack(np.array(sizes, np.uint32), "u4"), draft_lengths=pack(np.array(lengths, np.uint32), "u4")
-    )
+    with still_namespace(replace(CONFIG, cost=0.02)) as namespace:
+        session = Session(namespace, Limits())
+        answered(session, starts=[start(1, LOOP)])
+        before = drafted(answered(session, batch=batch({1: ()}, 32)))
+        teach(session, 0.5)
+        assert drafted(answered(session, batch=batch({1: ()}, 32))) == before
+        session.close()
 
 
 def test_shapes_of_the_engine_are_part_of_its_curve(namespace):
-    padding = read_padding(hello_of([1, 8, 16], []))
-    assert padding == Padding(sizes=(1, 8, 16))
-    session = Session(namespace, Limits(), padding=padding)
+    session = Session(namespace, Limits(), padding=Padding(sizes=(1, 8, 16)))
     curve: StepCurve = session._drafter.budget.curve
     assert float(curve.seconds(2, 1)) == float(curve.seconds(8, 1)) < float(curve.seconds(9, 1))
     session.close()
-
-
-@pytest.mark.parametrize(
-    ("hello", "reason"),
-    [
-        (hello_of([2, 1], []), "hello.step_sizes must be ascending"),
-        (hello_of([], [1, 1]), "hello.draft_lengths must be ascending"),
-        (hello_of(range(5000), []), "hello.step_sizes has 5000 elements; the maximum is"),
-        (pb.Hello(step_sizes=b"123"), "hello.step_sizes has 3 bytes"),
-    ],
-)
-def test_impossible_shapes_are_refused(hello, reason):
-    with pytest.raises(WireError, match=reason):
-        read_padding(hello)

@@ -9,6 +9,7 @@ import pytest
 
 from drafter_service.observability.facts import ModelIdentity, Sample
 from drafter_service.observability.report.schema import ClientTotals
+from drafter_service.server.naming import KnownNamespace
 from drafter_service.server.store import DESCRIPTION, NAME, Description, Store
 from ssd.errors import UserError
 
@@ -59,7 +60,7 @@ def test_a_description_is_read_back(store):
     assert read(written(store)) == description()
     assert read(store).samples() == [SAMPLE]
     assert read(store, "b") is None
-    assert (store.model("a"), store.model("b")) == (description().model, None)
+    assert store.known == {"a": KnownNamespace(description().model, description().tokens)}
 
 
 def test_fields_that_a_description_lacks_have_defaults(store):
@@ -73,7 +74,8 @@ def test_fields_that_a_description_lacks_have_defaults(store):
 def test_a_damaged_description_is_set_aside(store, content):
     store.make_folder("a")
     (store.folder / "a" / DESCRIPTION).write_text(content)
-    assert store.model("a") is None
+    store.names()
+    assert store.known["a"] == KnownNamespace()
     assert files_of(store) == [DESCRIPTION]
     assert read(store) is None
     assert (store.folder / "a" / "namespace.refused").read_text() == content

@@ -10,11 +10,9 @@ import grpc
 import pytest
 
 from drafter_service.auth.callers import AccessControl
-from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.namespaces import Namespaces
-from drafter_service.server.requests import default_namespace
 from drafter_service.server.stream import DraftStreams, draft_method
-from drafter_service.settings.tree import AccessConfig, ServiceConfig
+from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import SHAPE_CODES
 from ssd.config import DrafterConfig
@@ -34,7 +32,7 @@ from tests.drafter_service.raw import (
     lost,
     start,
 )
-from tests.servers import served
+from tests.servers import serving
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 RIGHTS = {
@@ -54,18 +52,9 @@ def service():
         address, file = f"unix:{folder}/drafter.sock", Path(folder) / "callers.toml"
         entries = {name: caller_entry(name, *rights) for name, rights in RIGHTS.items()}
         file.write_text("".join(entries.values()))
-        arguments = [
-            "--listen",
-            address,
-            "--capacity",
-            "100k",
-            "--callers",
-            str(file),
-            "--set",
-            f"limits.streams={STREAMS}",
-        ]
-        arguments += ["--set", "limits.sequences=500", "--set", "limits.stream_tokens=1M"]
-        with served(*arguments):
+        limits = Limits(streams=STREAMS, sequences=500, stream_tokens=1_000_000)
+        drafting, access = DrafterConfig(capacity=100_000), AccessConfig(callers=file)
+        with serving(listen=address, drafting=drafting, access=access, limits=limits):
             yield SimpleNamespace(address=address, file=file, entries=entries)
 
 
@@ -91,15 +80,6 @@ def caller(calling):
         yield caller
 
 
-numbers = itertools.count()
-
-
-@pytest.fixture
-def name():
-    """Return the name of a namespace that no other test uses."""
-    return f"test-{next(numbers)}"
-
-
 def test_a_handshake_is_answered(caller, name):
     stream = caller.stream()
     response = stream.exchange(step=3, hello=hello(name), starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
@@ -122,13 +102,25 @@ def test_drafts_have_the_shape_that_the_engine_verifies(caller, name, shape):
     assert parents.count(ROOT) == (2 if shape == "tree" else 1)
 
 
-def test_the_default_namespace_follows_from_the_model(caller):
-    model = ModelIdentity("meta/Llama-3.1", "abc", "", 500)
-    welcome = caller.stream("", name=model.name, tokenizer=model.tokenizer, vocab_size=500).welcome
-    assert welcome.namespace == default_namespace(model)
-    assert welcome.namespace.startswith("Llama-3.1-")
-    assert caller.stream("", name=model.name, tokenizer="other").welcome.namespace != welcome.namespace
-    assert caller.stream("").welcome.namespace == "default"
+def test_an_old_namespace_serves_clients_that_send_the_configuration(caller):
+    """Also copies of its folder, once a client of its own folder was there."""
+    old = {"name": "Old-1B", "tokenizer": "old", "vocab_size": 500}
+    new = {**old, "vocabulary": "v", "configuration": "llama:c"}
+    copied = {**new, "name": "copied", "tokenizer": "saved again"}
+    names = [caller.stream("", **model).welcome.namespace for model in (old, new, copied, old)]
+    assert names[0].startswith("Old-1B-")
+    assert {*names} == {names[0]}
+    assert caller.observe("", model=pb.Model(**copied)).namespace == names[0]
+    (row,) = [row for row in caller.call("ListNamespaces").namespaces if row.name == names[0]]
+    assert row.is_default
+
+
+def test_an_empty_namespace_names_another_one_with_text_of_the_same_tokenizer(caller, name):
+    identity = {"tokenizer": name, "vocab_size": 500}
+    assert caller.observe(name, counted(100), model=pb.Model(**identity)).held == pb.Held()
+    eventually(lambda: caller.stream(name).welcome.held == pb.Held(tokens=41))
+    assert caller.stream("", **identity).welcome.held == pb.Held(other=name, other_tokens=41)
+    assert caller.stream("", tokenizer=f"not {name}").welcome.held == pb.Held()
 
 
 @pytest.mark.parametrize(
@@ -150,19 +142,6 @@ def test_an_invalid_handshake_is_refused_with_a_reason(caller, handshake, code, 
     assert status.name == code
     assert message in details
     assert len(details) < 400
-
-
-def test_another_vocabulary_is_refused(caller, name):
-    assert caller.stream(name, tokenizer="a", vocab_size=100).welcome.namespace == name
-    for model, message in (
-        ({"tokenizer": "b"}, f"namespace '{name}' belongs to another tokenizer; choose another namespace"),
-        ({"vocab_size": 101}, f"namespace '{name}' has a vocabulary of 100 tokens, not 101; choose another"),
-    ):
-        stream = caller.stream()
-        stream.send(hello=hello(name, **model))
-        status, details = stream.refusal()
-        assert status is grpc.StatusCode.FAILED_PRECONDITION
-        assert message in details
 
 
 def test_a_malformed_request_is_answered_and_the_stream_continues(caller, name):
@@ -262,9 +241,9 @@ def test_revoked_rights_end_the_stream(service, calling, caller, name, left, cod
 def test_streams_beyond_the_limit_are_refused_until_others_end(service, calling):
     with calling() as caller:
         streams = [caller.stream() for _ in range(STREAMS + 20)]
-        eventually(lambda: sum(stream.call.done() for stream in streams) >= 20)
-        idle = [stream for stream in streams if not stream.call.done()]
-        assert {(stream.call.code(), stream.call.details()) for stream in streams if stream.call.done()} == {
+        eventually(lambda: sum(stream.has_ended() for stream in streams) >= 20)
+        idle = [stream for stream in streams if not stream.has_ended()]
+        assert {stream.refusal() for stream in streams if stream.has_ended()} == {
             (grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {STREAMS} streams already")
         }
         # The others are served once they send a request.
@@ -273,95 +252,47 @@ def test_streams_beyond_the_limit_are_refused_until_others_end(service, calling)
         assert eventually(lambda: caller.opened("default"))
 
 
-class Untouched:
-    """Fails when anything is looked up."""
-
-    def __getattr__(self, name):
-        raise AssertionError(f"{name} was looked up")
-
-
-class Context:
-    """The context of a call."""
-
-    def __init__(self, token):
-        self._token = token
-        self.aborted = None
-
-    def invocation_metadata(self):
-        return [("authorization", f"Bearer {self._token}")]
-
-    def auth_context(self):
-        return {}
-
-    async def abort(self, code, details):
-        self.aborted = code, details
-        raise grpc.aio.AbortError
-
-
-def answers(streams, requests, context):
-    """Return the answers of a stream as gRPC iterates over them."""
-    return draft_method(streams).stream_stream(requests, context)
-
-
-async def messages(*requests):
-    for request in requests:
-        yield request.SerializeToString()
-
-
-@run
-async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
-    """The duration of a refusal must not depend on the namespace."""
-    config = ServiceConfig(access=AccessConfig(callers=service.file))
-    streams = DraftStreams(Untouched(), AccessControl(config.access), config.limits)
-    context = Context("alice")
-    with pytest.raises(grpc.aio.AbortError):
-        async for _ in answers(streams, messages(pb.DraftRequest(hello=hello("b"))), context):
-            pass
-    assert context.aborted[0] is grpc.StatusCode.PERMISSION_DENIED
-    with pytest.raises(AssertionError, match="use_for_drafts was looked up"):
-        async for _ in answers(streams, messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
-            pass
-
-
 @pytest.mark.parametrize("is_dropped", [True, False])
 @pytest.mark.parametrize("is_answering", [True, False])
-def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is_answering):
+@run
+async def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is_answering):
     """If a stream were cancelled while gRPC sends a response, its client would wait forever."""
+    config, ends = ServiceConfig(drafting=DrafterConfig(capacity=5000)), []
 
-    async def test():
-        config = ServiceConfig(drafting=DrafterConfig(capacity=5000))
-        namespaces, context = Namespaces(config), Context("")
-        context.invocation_metadata = list
-        streams = DraftStreams(namespaces, AccessControl(config.access), config.limits)
-        is_sending, is_sent, no_more = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    async def abort(*status):
+        ends.append(status)
+        raise grpc.aio.AbortError
 
-        async def requests():
-            yield pb.DraftRequest(hello=hello("a")).SerializeToString()
-            await no_more.wait()
+    context = SimpleNamespace(invocation_metadata=list, auth_context=dict, abort=abort)
+    namespaces = Namespaces(config)
+    streams = DraftStreams(namespaces, AccessControl(config.access), config.limits)
+    is_sending, is_sent, no_more = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-        async def served():
-            async for _ in answers(streams, requests(), context):
-                is_sending.set()
-                await is_sent.wait()
+    async def requests():
+        yield pb.DraftRequest(hello=hello("a")).SerializeToString()
+        await no_more.wait()
 
-        serving = asyncio.create_task(served())
-        async with asyncio.timeout(TIMEOUT_S):
-            await is_sending.wait()
-            if not is_answering:
-                is_sent.set()
-                await asyncio.sleep(0)
-            if is_dropped:
-                await namespaces.drop("a")
-            else:
-                streams.stop()
+    async def served():
+        async for _ in draft_method(streams).stream_stream(requests(), context):
+            is_sending.set()
+            await is_sent.wait()
+
+    serving = asyncio.create_task(served())
+    async with asyncio.timeout(TIMEOUT_S):
+        await is_sending.wait()
+        if not is_answering:
             is_sent.set()
-            [ended], _ = await asyncio.wait([serving])
-            await namespaces.close()
+            await asyncio.sleep(0)
         if is_dropped:
-            assert isinstance(ended.exception(), grpc.aio.AbortError)
-            assert context.aborted == (grpc.StatusCode.ABORTED, "namespace 'a' was dropped")
+            await namespaces.drop("a")
         else:
-            assert ended.exception() is None
-        assert streams.streams == set()
-
-    asyncio.run(test())
+            streams.all.stop()
+        is_sent.set()
+        [ended], _ = await asyncio.wait([serving])
+        await namespaces.close()
+    if is_dropped:
+        assert isinstance(ended.exception(), grpc.aio.AbortError)
+        assert ends == [(grpc.StatusCode.ABORTED, "namespace 'a' was dropped")]
+    else:
+        assert ended.exception() is None
+    assert not streams.all._streams

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, ExitStack
 
 import pytest
 
-from drafter_service.replication.replicas import Replication
+from drafter_service.replication.replicated import Replication
 from drafter_service.server import namespaces as module
 from drafter_service.server.disk import LoadError
 from drafter_service.server.namespaces import MemoryLimitError, Namespaces, StalledError, max_bytes
@@ -64,8 +64,6 @@ async def test_without_a_folder_no_namespace_is_unloaded():
         with pytest.raises(MemoryLimitError):
             await learned(namespaces, "b")
         assert draft_of(namespace, [1, 2, 3], 1) == [4]
-        with pytest.raises(SnapshotError, match="there is no snapshot folder; start the service with"):
-            await namespaces.save(namespace)
 
 
 def test_memory_limit_below_one_namespace_is_refused():
@@ -76,76 +74,67 @@ def test_memory_limit_below_one_namespace_is_refused():
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
-def test_memory_of_namespaces_that_cannot_be_unloaded(tmp_path, has_folder):
-    async def test():
-        async with opened(tmp_path if has_folder else None, fit=3) as namespaces:
-            await learned(namespaces, "a", [1, 2])
-            async with namespaces.use("b", UNKNOWN_MODEL):
-                used = namespaces.unevictable_bytes
-            size = max_bytes(DRAFTING.capacity)
-            assert used == (size if has_folder else 2 * size)
-            assert namespaces.unevictable_bytes == (0 if has_folder else 2 * size)
-
-    asyncio.run(test())
+@run
+async def test_memory_of_namespaces_that_cannot_be_unloaded(tmp_path, has_folder):
+    async with opened(tmp_path if has_folder else None, fit=3) as namespaces:
+        await learned(namespaces, "a", [1, 2])
+        async with namespaces.use("b", UNKNOWN_MODEL):
+            used = namespaces.unevictable_bytes
+        size = max_bytes(DRAFTING.capacity)
+        assert used == (size if has_folder else 2 * size)
+        assert namespaces.unevictable_bytes == (0 if has_folder else 2 * size)
 
 
-def test_waiting_for_memory_does_not_deadlock(tmp_path, monkeypatch):
+@run
+async def test_waiting_for_memory_does_not_deadlock(tmp_path, monkeypatch):
     """A namespace is requested while it is being unloaded, and a third namespace needs its memory."""
     may_write, begun = blocked_writes(monkeypatch)
-
-    async def test():
-        async with opened(tmp_path, fit=1) as namespaces, AsyncExitStack() as stack:
-            await learned(namespaces, "a", [1, 2, 3, 4])
-            going = asyncio.create_task(namespaces.unload_idle(0))
-            await asyncio.to_thread(begun.acquire, timeout=60)
-            wanted = asyncio.create_task(stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL)))
-            await asyncio.sleep(0)
-            third = asyncio.create_task(learned(namespaces, "b"))
-            await asyncio.sleep(0)
-            may_write.set()
-            await going
-            assert draft_of(await wanted, [1, 2, 3], 1) == [4]
-            with pytest.raises(MemoryLimitError):
-                await third
-
-    asyncio.run(test())
+    async with opened(tmp_path, fit=1) as namespaces, AsyncExitStack() as stack:
+        await learned(namespaces, "a", [1, 2, 3, 4])
+        going = asyncio.create_task(namespaces.unload_idle(0))
+        await asyncio.to_thread(begun.acquire, timeout=60)
+        wanted = asyncio.create_task(stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL)))
+        await asyncio.sleep(0)
+        third = asyncio.create_task(learned(namespaces, "b"))
+        await asyncio.sleep(0)
+        may_write.set()
+        await going
+        assert draft_of(await wanted, [1, 2, 3], 1) == [4]
+        with pytest.raises(MemoryLimitError):
+            await third
 
 
-def test_a_namespace_that_is_being_written_keeps_its_reservation(tmp_path, monkeypatch):
+@run
+async def test_a_namespace_that_is_being_written_keeps_its_reservation(tmp_path, monkeypatch):
     """The thread that writes uses its memory, even if it has no changes. Nothing waits for longer than the limit."""
     may_write, begun = blocked_writes(monkeypatch)
     monkeypatch.setattr(module, "DISK_LIMIT_S", 0.05)
     monkeypatch.setattr(module, "DISK_BYTES_PER_S", 1e12)
-
-    @run
-    async def test():
-        async with opened(tmp_path, fit=1) as namespaces:
-            namespace = await learned(namespaces, "a", [1, 2, 3, 4])
-            for is_changed in (True, False):
-                if not is_changed:
-                    namespace.saved_version = namespace.version
-                for _ in range(3):
-                    with pytest.raises(StalledError, match="'a' is still being written after 0 s"):
-                        await namespaces.save(namespace)
-                    with pytest.raises((MemoryLimitError, LoadError), match=r"to make room|takes longer than"):
-                        await learned(namespaces, "b")
-                    await namespaces.unload_idle(0)
-                    await namespaces.save_changed()
-                assert namespaces.loaded == {"a": namespace}
-                assert len(namespaces._reserved) == 1
-            # One save runs, and all others wait together.
-            assert len(namespaces._tasks) == 2
-            assert namespaces.failed_saves > 6
-            with pytest.raises(SnapshotError, match="are being read or written, so nothing was deleted"):
-                await namespaces.drop("a")
-            may_write.set()
-            while namespaces._tasks:
-                await asyncio.sleep(0.001)
-            assert begun._value == 2
-            assert (await learned(namespaces, "b")).name == "b"
-            assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
-
-    test()
+    async with opened(tmp_path, fit=1) as namespaces:
+        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+        for is_changed in (True, False):
+            if not is_changed:
+                namespace.saved_version = namespace.version
+            for _ in range(3):
+                with pytest.raises(StalledError, match="'a' is still being written after 0 s"):
+                    await namespaces.save(namespace)
+                with pytest.raises((MemoryLimitError, LoadError), match=r"to make room|takes longer than"):
+                    await learned(namespaces, "b")
+                await namespaces.unload_idle(0)
+                await namespaces.save_changed()
+            assert namespaces.loaded == {"a": namespace}
+            assert len(namespaces._reserved) == 1
+        # One save runs, and all others wait together.
+        assert len(namespaces._tasks) == 2
+        assert namespaces.failed_saves > 6
+        with pytest.raises(SnapshotError, match="are being read or written, so nothing was deleted"):
+            await namespaces.drop("a")
+        may_write.set()
+        while namespaces._tasks:
+            await asyncio.sleep(0.001)
+        assert begun._value == 2
+        assert (await learned(namespaces, "b")).name == "b"
+        assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
 
 
 @run

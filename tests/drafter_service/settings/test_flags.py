@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 import click
 import pytest
+from annotated_types import Interval
 from click.testing import CliRunner
 
-from drafter_service.settings.flags import File, Flag, FlagCommand, Interval, Number, takes
+from drafter_service.settings.flags import File, Flag, FlagCommand, Number, takes
 
 
 def pairs(_context, _option, given):
@@ -34,9 +35,9 @@ class Base:
 class Options(Base):
     shape: Literal["path", "tree"] = "path"
     """Which shape."""
-    least: Annotated[Annotated[int, Interval(1, 9)] | None, Flag(metavar="N", note=" Really.")] = None
+    least: Annotated[Annotated[int, Interval(ge=1, le=9)] | None, Flag(metavar="N", note=" Really.")] = None
     """How many."""
-    share: Annotated[float, Interval(0, is_open=True)] = 0.5
+    share: Annotated[float, Interval(gt=0)] = 0.5
     """How large."""
     is_quiet: bool = False
     """Be quiet."""

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.settings.flags import parse_quantity
-from drafter_service.settings.schema import plain_type
+from drafter_service.settings.flags import parse_quantity, unwrapped
 from drafter_service.settings.tree import SETTINGS, ServiceConfig, load_settings, read_assignments
 from ssd.errors import UserError
 from tests.strategies import examples
@@ -38,7 +37,7 @@ def value_of(config, key):
 def different(key):
     """Return a value of a setting that is not its default."""
     setting = SETTINGS.settings[key]
-    kind = plain_type(setting.kind)
+    kind, _ = unwrapped(setting.kind)
     if get_origin(kind) is Literal:
         return next(each for each in get_args(kind) if each != setting.default)
     of_type = {bool: not setting.default, int: 4321, float: 0.25, str: "text", Path: Path("/file")}

@@ -41,3 +41,9 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_read(mark):
     assert Frames().feed(HEADER.pack(longest | mark)) == []
     with pytest.raises(WireError, match=f"a frame has {longest + 1} bytes; the maximum is {longest}"):
         Frames().feed(HEADER.pack(longest + 1 | mark))
+
+
+def test_the_first_frame_may_have_a_limit_of_its_own():
+    assert len(Frames(3).feed(framed(b"abc") + framed(b"abcd"))) == 2
+    with pytest.raises(WireError, match="a frame has 4 bytes; the maximum is 3"):
+        Frames(3).feed(framed(b"abcd"))

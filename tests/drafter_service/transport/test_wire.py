@@ -16,7 +16,7 @@ from drafter_service.transport.wire import (
     read_drafts,
 )
 from ssd.types import DraftBatch, Path, Progress, Source, StepTime, offsets_of
-from tests.strategies import LARGEST, array
+from tests.strategies import LARGEST
 
 step_times = st.lists(
     st.builds(
@@ -151,8 +151,3 @@ def test_only_the_last_durations_are_sent():
 def test_numbers_that_do_not_fit_become_impossible_ones():
     [read] = read_batch(batch_message(replace(progress([[1]]), step_times=[StepTime(-3, 1 << 40, 0.1)]))).step_times
     assert (read.tokens, read.sequences) == (0, LARGEST + 1)
-
-
-def test_drafts_for_another_number_of_sequences_are_refused():
-    with pytest.raises(WireError, match=r"drafts.offsets has 3 elements, not 2"):
-        read_drafts(drafts_message(DraftBatch.empty(2)), array([9]))

@@ -1,4 +1,4 @@
-"""Shared server of the tests in this folder; tests that stop it or need other options start their own."""
+"""Shared servers of the tests in this folder; tests that stop one or need other options start their own."""
 
 import shutil
 
@@ -6,6 +6,7 @@ import pytest
 
 from engine.models.shipped import SHIPPED_MODEL
 from tests.engine.api.serving import MODEL, serving
+from tests.engine.lora_folders import write_adapter
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -26,6 +27,17 @@ def folder(tmp_path_factory):
 def server(folder):
     with serving("--max-sequences", "8", "--max-waiting", "400", model=folder) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def optional(folder, tmp_path_factory):
+    """A client of a server with what is off by default: adapters `a` and `b`, new weights, and answers to repeats."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("ab"):
+        write_adapter(root / name, SHIPPED_MODEL, seed=seed)
+    adapters = [f"--lora={name}={root / name}" for name in "ab"]
+    with serving("--answer-repeats", "--allow-weight-updates", *adapters, model=folder) as server:
+        yield server.http
 
 
 @pytest.fixture

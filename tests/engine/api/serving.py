@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -38,6 +39,14 @@ def metric(http, name):
 PROMPTS = {"completions": {"prompt": "x"}, "chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
 
 
+def complete(http, route="completions", **fields):
+    """Return the text of the only output of a request, and the whole answer."""
+    answer = http.post(f"/v1/{route}", json={"model": MODEL} | PROMPTS[route] | fields)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    return choice["text"] if route == "completions" else choice["message"]["content"], answer.json()
+
+
 def refusal(http, route, **fields):
     """Return the error of a request that is refused in one line. Fields may have values that JSON does not allow."""
     body = json.dumps({"model": MODEL} | PROMPTS[route] | fields)
@@ -50,10 +59,23 @@ def refusal(http, route, **fields):
     return error
 
 
+def nested(depth):
+    """Return a JSON schema that is nested so deeply."""
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def newest_child(pid):
+    """Return the id of the child of a process that was started last: of a server its engine, of an engine its rank."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+
+
 @contextmanager
 def serving(*arguments, model=SHIPPED_MODEL):
-    """Run `ssd-engine serve` on a free port, in its own process group; yields its `url` and `process`, and
-    a client `http`."""
+    """Run `ssd-engine serve` on a free port, in its own process group; yields its `url` and `process`, what it has
+    `printed`, and a client `http`."""
     command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(model), "--port", "0"]
     machine = ("--device", "cpu", "--threads", "1")
     process = subprocess.Popen(
@@ -67,7 +89,7 @@ def serving(*arguments, model=SHIPPED_MODEL):
             printed += line
         url = re.search(r"http://\S+", printed)[0]
         with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
-            yield SimpleNamespace(url=url, process=process, http=http)
+            yield SimpleNamespace(url=url, process=process, printed=printed, http=http)
     finally:
         process.terminate()
         process.communicate(timeout=TIMEOUT_S)

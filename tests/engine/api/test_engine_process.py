@@ -1,8 +1,8 @@
-"""`EngineProcess` with a counting engine in a separate process, and the pieces of text that outputs are released in."""
+"""`EngineProcess` with an engine whose model is fake, and the pieces of text that outputs are released in."""
 
 import asyncio
 import time
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from functools import partial
 
 import numpy as np
@@ -10,36 +10,29 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.api.engine_process import EngineGoneError, EngineProcess
-from engine.api.errors import ApiError
+from engine.api.engine_process import EngineProcess
 from engine.api.messages import RequestEnded
-from engine.api.outputs import OutputText, stream_deltas
-from engine.api.service import Admission
+from engine.api.outputs import OutputText
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
-from tests.engine.api.fake_engine import FakeEngine
+from tests.engine.fake_runner import fake_engine
 
 TIMEOUT_S = 60
 
 
 def request(tokens=4, prompt=(1, 2, 3)):
-    return Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=tokens))
+    return Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=tokens, ignore_eos=True))
 
 
-@asynccontextmanager
-async def running(build=FakeEngine):
-    engine = EngineProcess(build)
+@pytest.fixture(scope="module")
+async def engine():
+    engine = EngineProcess(partial(fake_engine, NoDrafter(), None))
     try:
         await engine.start()
         yield engine
     finally:
         await engine.stop()
-
-
-@pytest.fixture(scope="module")
-async def engine():
-    async with running() as engine:
-        yield engine
 
 
 async def eventually(condition):
@@ -49,81 +42,36 @@ async def eventually(condition):
         await asyncio.sleep(0.01)
 
 
-class NoText:
-    """Replaces `OutputText` where text does not matter."""
-
-    def feed(self, tokens, accepted):
-        return []
-
-    def finish(self, whole):
-        return []
-
-
-async def tokens_of(events):
-    return [token async for event in events if not isinstance(event, RequestEnded) for token in event.tokens.tolist()]
+async def size_of(events):
+    """Return the number of tokens of all requests."""
+    return sum([0 if isinstance(event, RequestEnded) else len(event.tokens) async for _, event in events])
 
 
 @pytest.mark.anyio
 async def test_requests_cancelled_at_any_time_free_their_pages(engine):
-    ended = []
-    assert await tokens_of(engine.run(request(5))) == [1, 2, 3, 4, 5]
-    with pytest.raises(UserError, match="empty"):
-        await tokens_of(engine.run(request(prompt=())))
-    for events in (0, 1, 3):
-        deltas = stream_deltas(engine.run, [request(100_000)] * 3, lambda _: NoText(), lambda: ended.append(1))
-        async with aclosing(deltas):
-            for _ in range(events):
-                await anext(deltas)
-    unread = asyncio.create_task(tokens_of(engine.run(request(100_000))))
+    assert await size_of(engine.run([request(5), request(6)])) == 11
+    for refused in ([request(prompt=())], [request(100_000), request(prompt=()), request(100_000)]):
+        with pytest.raises(UserError, match="empty"):
+            await size_of(engine.run(refused))
+    for count in (0, 1, 3):
+        events = engine.run([request(100_000)] * 3)
+        async with aclosing(events):
+            for _ in range(count):
+                await anext(events)
+    unread = asyncio.create_task(size_of(engine.run([request(100_000)])))
     await asyncio.sleep(0)
+    assert engine.open_requests == 1
     unread.cancel()
-    await eventually(lambda: engine.stats.steps > 0 and engine.stats.running == 0)
-    await eventually(lambda: engine.stats.kv_usage == 0)
-    # An iterator that is closed before its first event creates no tasks.
-    assert len(ended) == 6
-
-
-@pytest.mark.anyio
-async def test_requests_that_run_together_get_their_own_tokens(engine):
-    runs = [tokens_of(engine.run(request(length, prompt=(100 * length,)))) for length in (7, 2, 9, 4)]
-    for length, tokens in zip((7, 2, 9, 4), await asyncio.gather(*runs), strict=True):
-        assert tokens == list(range(100 * length, 101 * length))
+    await eventually(lambda: engine.open_requests == 0)
+    await eventually(lambda: engine.stats.steps > 0 and engine.stats.running == 0 and engine.stats.kv_usage == 0)
 
 
 @pytest.mark.anyio
 async def test_a_slow_reader_does_not_block_admission(engine):
-    admission = Admission(2)
-    admission.admit(2)
-    deltas = stream_deltas(engine.run, [request(40), request(40)], lambda _: NoText(), admission.release)
-    async with aclosing(deltas):
-        await anext(deltas)  # reads nothing after this
-        await eventually(lambda: admission.admitted == 0)
-        admission.admit(2)
-
-
-@pytest.mark.anyio
-async def test_a_failing_engine_ends_every_request():
-    async with running(partial(FakeEngine, fail_after=3)) as engine:
-        runs = [asyncio.create_task(tokens_of(engine.run(request(50)))) for _ in range(3)]
-        for run in runs:
-            with pytest.raises(EngineGoneError, match="on purpose"):
-                await run
-        await engine.wait_for_end()
-        with pytest.raises(EngineGoneError):
-            await tokens_of(engine.run(request()))
-
-
-def test_admission_limits_requests():
-    admission = Admission(3)
-    admission.admit(2)
-    with pytest.raises(ApiError) as caught:
-        admission.admit(2)
-    assert (caught.value.status, admission.admitted) == (429, 2)
-    with pytest.raises(ApiError) as caught:
-        admission.admit(4)
-    assert (caught.value.status, caught.value.param) == (400, "n")
-    admission.release()
-    admission.admit(2)
+    events = engine.run([request(40), request(40)])
+    async with aclosing(events):
+        await anext(events)  # reads nothing after this
+        await eventually(lambda: engine.open_requests == 0)
 
 
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)

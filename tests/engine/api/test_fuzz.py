@@ -67,26 +67,10 @@ def test_requests_that_the_description_allows_or_forbids(server, description, pa
 
 ODD = st.sampled_from(
     [
-        1e308,
-        -1e308,
-        1e-38,
-        float("nan"),
-        float("inf"),
-        10**400,
-        -1,
-        0,
-        1.5,
-        True,
-        "",
-        "\ud800",
-        "\x00",
-        [],
-        {},
-        [[]],
-        [""],
-        "1",
+        1e308, -1e308, 1e-38, float("nan"), float("inf"), 10**400, -1, 0, 1.5, True, "", "\ud800", "\x00", [], {}, [[]],
+        [""], "1",
     ]
-)
+)  # fmt: skip
 FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed", "n", "stop", "stop_token_ids", "min_tokens", "stream", "stream_options", "user",

@@ -13,49 +13,26 @@ from engine.api.metrics import EngineCollector, Metrics, RequestRecorder, bucket
 from engine.api.outputs import Delta
 from engine.scheduling.request import Completion, FinishReason, Request
 
-VLLM_NAMES = {
+NAMES = {
     "gauge": {
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "ssd:corpus_tokens",
+        "ssd:drafter_off",
     },
     "counter": {
-        "vllm:num_preemptions",
-        "vllm:prompt_tokens",
-        "vllm:generation_tokens",
-        "vllm:prefix_cache_queries",
-        "vllm:prefix_cache_hits",
-        "vllm:request_success",
-        "vllm:spec_decode_num_drafts",
-        "vllm:spec_decode_num_draft_tokens",
-        "vllm:spec_decode_num_accepted_tokens",
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-    },
-    "histogram": {
-        "vllm:time_to_first_token_seconds",
-        "vllm:inter_token_latency_seconds",
-        "vllm:e2e_request_latency_seconds",
-        "vllm:request_queue_time_seconds",
-        "vllm:request_prefill_time_seconds",
-        "vllm:request_decode_time_seconds",
-        "vllm:request_prompt_tokens",
-        "vllm:request_generation_tokens",
-    },
-}
-OUR_NAMES = {
-    "gauge": {"ssd:corpus_tokens", "ssd:drafter_off"},
-    "counter": {
-        "ssd:engine_steps",
-        "ssd:backoff_steps",
-        "ssd:drafter_failures",
-        "ssd:repeated_requests",
-        "ssd:repeated_tokens",
-        "ssd:learned_tokens",
-        "ssd:draft_tokens",
-        "ssd:accepted_tokens",
+        "vllm:num_preemptions", "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries",
+        "vllm:prefix_cache_hits", "vllm:request_success", "vllm:spec_decode_num_drafts",
+        "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens",
+        "vllm:spec_decode_num_accepted_tokens_per_pos", "ssd:engine_steps", "ssd:backoff_steps", "ssd:drafter_failures",
+        "ssd:repeated_requests", "ssd:repeated_tokens", "ssd:learned_tokens", "ssd:draft_tokens", "ssd:accepted_tokens",
         "ssd:skipped_steps",
     },
-}
+    "histogram": {
+        "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
+        "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
+        "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
+    },
+}  # fmt: skip
+"""vLLM's names, and our own."""
 STATS = EngineStats(
     preemptions=3,
     backoff_steps=8,
@@ -102,28 +79,36 @@ def test_names_kinds_and_labels_are_those_of_vllm(stats):
         for sample in family.samples:
             assert sample.labels["model_name"] == "tiny"
             assert sample.labels["engine"] == "0"
-    assert named == {kind: names | OUR_NAMES.get(kind, set()) for kind, names in VLLM_NAMES.items()}
+    assert named == NAMES
 
 
 def test_engine_statistics_are_exported():
     metrics = build()
-    assert value(metrics, "vllm:num_preemptions_total") == 3
-    assert value(metrics, "ssd:backoff_steps_total") == 8
-    assert (value(metrics, "ssd:drafter_failures_total"), value(metrics, "ssd:drafter_off")) == (6, 1)
-    assert samples(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == {("0",): 5, ("1",): 2}
-    assert samples(metrics, "ssd:draft_tokens_total") == {("corpus",): 6, ("local",): 3}
-    assert samples(metrics, "ssd:accepted_tokens_total") == {("corpus",): 5, ("local",): 2}
-    assert samples(metrics, "ssd:skipped_steps_total") == {("mtp",): 4}
+    for name, expected in {
+        "vllm:num_preemptions_total": {(): 3},
+        "ssd:backoff_steps_total": {(): 8},
+        "ssd:drafter_failures_total": {(): 6},
+        "ssd:drafter_off": {(): 1},
+        "ssd:corpus_tokens": {(): 7},
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total": {("0",): 5, ("1",): 2},
+        "ssd:draft_tokens_total": {("corpus",): 6, ("local",): 3},
+        "ssd:accepted_tokens_total": {("corpus",): 5, ("local",): 2},
+        "ssd:skipped_steps_total": {("mtp",): 4},
+    }.items():
+        assert samples(metrics, name) == expected, name
 
 
-def test_a_drafter_without_an_embedded_corpus_has_no_corpus_metrics():
-    assert samples(build(EngineStats()), "ssd:corpus_tokens") == {}
-
-
-def test_a_remote_drafter_is_connected_or_not():
-    name = "ssd:drafter_connected"
-    states = [samples(build(EngineStats(is_connected=state)), name) for state in (None, False, True)]
-    assert states == [{}, {(): 0}, {(): 1}]
+@pytest.mark.parametrize(
+    ("name", "stats", "expected"),
+    [
+        ("ssd:corpus_tokens", EngineStats(), {}),
+        ("ssd:drafter_connected", EngineStats(), {}),
+        ("ssd:drafter_connected", EngineStats(is_connected=False), {(): 0}),
+        ("ssd:drafter_connected", EngineStats(is_connected=True), {(): 1}),
+    ],
+)
+def test_what_a_drafter_does_not_have_has_no_metric(name, stats, expected):
+    assert samples(build(stats), name) == expected
 
 
 def requests(count):

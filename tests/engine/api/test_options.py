@@ -1,7 +1,6 @@
 """Options of `ssd-engine serve`: addresses, adapters, tensor parallelism, formats of tool calls."""
 
 import asyncio
-import errno
 import json
 import os
 import signal
@@ -9,7 +8,6 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
 from pathlib import Path
 
 import httpx
@@ -19,50 +17,65 @@ from engine.api import server
 from engine.api.server import ServerConfig
 from engine.api.tool_formats import FORMATS
 from engine.commands.options import EngineOptions
-from engine.models.shipped import SHIPPED_MODEL
 from ssd.errors import UserError
-from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, metric, serving
+from tests.descriptors import check_accepting
+from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, metric, newest_child, serving
 from tests.engine.conftest import make_folder
-from tests.engine.lora_folders import write_adapter
-
-OPTIONS = EngineOptions(**dict.fromkeys(field.name for field in fields(EngineOptions)))
 
 
-def failing(number):
-    def bind(_, __):
-        raise OSError(number, os.strerror(number))
+def test_without_free_descriptors_few_attempts_to_accept_are_made(monkeypatch):
+    async def app(_scope, _receive, send):
+        await send({"type": "http.response.start", "status": 204})
+        await send({"type": "http.response.body"})
 
-    return bind
+    async def test():
+        bound = server.bind("127.0.0.1", 0)
+
+        def connect():
+            connection = socket.create_connection(bound.getsockname(), TIMEOUT_S)
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return connection
+
+        running = server._uvicorn_server(app)
+        serving = asyncio.create_task(running.serve(sockets=[bound]))
+        await check_accepting(connect, monkeypatch)
+        running.should_exit = True
+        await serving
+
+    asyncio.run(test())
+
+
+ADAPTERS = EngineOptions(loras={MODEL: Path("absent")})
 
 
 @pytest.mark.parametrize(
-    ("number", "advice"),
+    ("options", "config", "message"),
     [
-        (errno.EADDRINUSE, "the port is in use"),
-        (errno.EADDRNOTAVAIL, "does not have that address"),
-        (errno.EACCES, "may not listen on that port"),
-        (errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT)),
+        (
+            EngineOptions(),
+            {"port": "occupied"},
+            r"cannot listen on 127.0.0.1:\d+: Address already in use; give another",
+        ),
+        # 192.0.2.0/24 is reserved for documentation.
+        (EngineOptions(), {"host": "192.0.2.1"}, "Cannot assign requested address"),
+        (EngineOptions(), {"tool_call_parser": "hermes"}, "the chat template of .*stdlib-7m does not use tools"),
+        (
+            EngineOptions(drafter="ssd-remote"),
+            {"answer_repeats": True},
+            "--answer-repeats needs the corpus of --drafter",
+        ),
+        (ADAPTERS, {}, f"--lora {MODEL}: the model has this name"),
+        (EngineOptions(), {"api_keys": Path("/absent")}, "--api-keys: cannot read /absent: No such file"),
+        (EngineOptions(), {"api_keys": Path("/dev/null")}, "--api-keys: /dev/null has no key"),
     ],
+    ids=["port", "address", "tools", "repeats", "adapter", "keys", "no keys"],
 )
-def test_each_bind_error_has_its_own_advice(monkeypatch, number, advice):
-    monkeypatch.setattr(socket.socket, "bind", failing(number))
-    with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:80: .*{advice}"):
-        server.bind("127.0.0.1", 80)
-
-
-def test_a_port_in_use_is_reported_before_a_model_is_loaded(monkeypatch):
+def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(monkeypatch, options, config, message):
     monkeypatch.setattr(server, "EngineProcess", lambda _: pytest.fail("an engine was made"))
     with socket.create_server(("127.0.0.1", 0)) as occupied:
-        config = ServerConfig(port=occupied.getsockname()[1])
-        with pytest.raises(UserError, match="the port is in use"):
-            asyncio.run(server.serve(OPTIONS, config, "m", print))
-
-
-def test_a_parser_of_tool_calls_needs_a_chat_template_with_tools(monkeypatch):
-    monkeypatch.setattr(server, "EngineProcess", lambda _: pytest.fail("an engine was made"))
-    config = ServerConfig(port=0, tool_call_parser="hermes")
-    with pytest.raises(UserError, match=r"--tool-call-parser: the chat template of .*stdlib-7m does not use tools"):
-        asyncio.run(server.serve(replace(OPTIONS, model=SHIPPED_MODEL, loras={}), config, "m", print))
+        port = occupied.getsockname()[1] if config.get("port") == "occupied" else 0
+        with pytest.raises(UserError, match=message):
+            asyncio.run(server.serve(options, ServerConfig(**config | {"port": port}), MODEL, print))
 
 
 def test_the_format_of_tool_calls_is_that_of_the_chat_template_unless_it_is_given(tmp_path):
@@ -74,84 +87,36 @@ def test_the_format_of_tool_calls_is_that_of_the_chat_template_unless_it_is_give
     assert server.find_tool_format(tmp_path, None) is None
 
 
-def test_an_address_of_another_machine_is_not_called_in_use():
-    # 192.0.2.0/24 is reserved for documentation.
-    with pytest.raises(UserError, match="does not have that address"):
-        server.bind("192.0.2.1", 0)
+BODY = {"prompt": "def chosen(items):", "max_tokens": 12, "temperature": 0, "learn": False}
 
 
-BODY = {"prompt": "def chosen(items):", "max_tokens": 12, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate("ab"):
-        write_adapter(root / name, SHIPPED_MODEL, seed=seed)
-    return root
-
-
-@pytest.fixture(scope="module")
-def adapter_server(folders):
-    adapters = [f"--lora={name}={folders / name}" for name in "ab"]
-    with serving("--max-loras", "1", *adapters) as server:
-        yield server
-
-
-def test_requests_choose_an_adapter_as_their_model(adapter_server):
-    http = adapter_server.http
-    answers = [
-        http.post("/v1/completions", json=BODY | {"model": name}).json() for name in (MODEL, "a", "b", "a", MODEL)
-    ]
+def test_requests_choose_an_adapter_as_their_model(optional):
+    models = (MODEL, "a", "b", "a", MODEL)
+    answers = [optional.post("/v1/completions", json=BODY | {"model": name}).json() for name in models]
     texts = [answer["choices"][0]["text"] for answer in answers]
-    assert [answer["model"] for answer in answers] == [MODEL, "a", "b", "a", MODEL]
+    assert [answer["model"] for answer in answers] == [*models]
     assert len(set(texts)) == 3
     assert texts[3:] == [texts[1], texts[0]]
 
 
-def test_adapters_are_listed_and_unknown_ones_are_not_found(adapter_server):
-    http = adapter_server.http
-    entries = http.get("/v1/models").json()["data"]
+def test_adapters_are_listed_and_unknown_ones_are_not_found(optional):
+    entries = optional.get("/v1/models").json()["data"]
     assert [(entry["id"], entry.get("parent")) for entry in entries] == [(MODEL, None), ("a", MODEL), ("b", MODEL)]
-    assert http.get("/v1/models/b").json() == entries[2]
-    answer = http.post("/v1/completions", json=BODY | {"model": "c"})
+    assert optional.get("/v1/models/b").json() == entries[2]
+    answer = optional.post("/v1/completions", json=BODY | {"model": "c"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert f"this server has '{MODEL}', 'a', 'b'" in answer.json()["error"]["message"]
-    assert http.get("/v1/models/c").status_code == 404
+    assert optional.get("/v1/models/c").status_code == 404
 
 
-def test_a_removed_adapter_ends_only_its_own_requests(adapter_server, folders):
-    http = adapter_server.http
-
-    def ask(name, prompt, **more):
-        return http.post("/v1/completions", json=BODY | {"model": name, "prompt": prompt} | more)
-
-    ask("a", "takes the place of b in memory")
-    (folders / "b").rename(folders / "moved")
-    refused = ask("b", "one")
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "the adapter b cannot be read; see the engine's log"
-    streamed = ask("b", "two", stream=True).text
-    assert "the adapter b cannot be read" in streamed
-    assert str(folders) not in streamed
-    assert ask("a", "three").status_code == 200
-    (folders / "moved").rename(folders / "b")
-    assert ask("b", "four").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("a=absent", "error: --lora a: there is no folder absent; give one that PEFT's save_pretrained wrote"),
-        (f"{MODEL}=absent", f"--lora {MODEL}: the model has"),
-    ],
-)
-def test_a_server_with_a_bad_adapter_does_not_start(option, message):
-    command = [sys.executable, "-m", "engine.commands.main", "serve", "--port", "0", "--lora", option]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+def test_a_server_whose_engine_cannot_start_says_why_in_one_line():
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--port", "0"]
+    options = ["--drafter", "ssd-remote", "--require-sidecar", "--address", "unix:/absent"]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 2
     [line] = ended.stderr.splitlines()
-    assert message in line
+    assert line.startswith("error: ")
+    assert "no drafter answers at unix:/absent" in line
 
 
 NAME = "experts"
@@ -178,7 +143,7 @@ def test_clients_are_served_until_a_rank_is_killed(tmp_path):
         with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            os.kill(rank_of(server.process), signal.SIGKILL)
+            os.kill(newest_child(newest_child(server.process.pid)), signal.SIGKILL)  # Rank 1.
             assert any(REASON in line for line in lines)
         assert waiting.result().status_code == 503
         assert REASON in waiting.result().json()["error"]["message"]
@@ -186,12 +151,3 @@ def test_clients_are_served_until_a_rank_is_killed(tmp_path):
         errors = server.process.stderr.read()
         assert errors.startswith(f"error: {REASON}")
         assert errors.count("\n") == 1
-
-
-def rank_of(process):
-    """Return the process id of rank 1: the child of the engine process that was started last."""
-    return newest_child(newest_child(process.pid))
-
-
-def newest_child(pid):
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])

@@ -1,8 +1,6 @@
 """Repeated requests are answered from the corpus only if the same request has run, and its text is still there."""
 
 import json
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 
@@ -16,9 +14,8 @@ from engine.engine import build_engine
 from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
-from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, metric, serving
+from tests.engine.api.serving import MODEL, eventually, metric
 from tests.engine.drafters.kinds import target_of
-from tests.engine.lora_folders import write_adapter
 
 BODY = {"model": MODEL, "prompt": "def quicksort(items):\n    ", "max_tokens": 20, "temperature": 0}
 SAMPLED = BODY | {"temperature": 1, "seed": 7}
@@ -27,14 +24,9 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max
 LATENCY = "vllm:e2e_request_latency_seconds_count"
 
 
-@pytest.fixture(scope="module")
-def http(folder, tmp_path_factory):
-    adapter = tmp_path_factory.mktemp("adapters") / "a"
-    write_adapter(adapter, SHIPPED_MODEL, seed=0)
-    options = ("--answer-repeats", "--allow-weight-updates", f"--lora=a={adapter}")
-    with serving(*options, model=folder) as server:
-        http = server.http
-        yield http
+@pytest.fixture
+def http(optional):
+    return optional
 
 
 def ask(http, body, path="/v1/completions"):
@@ -146,15 +138,6 @@ def test_repeats_run_unless_they_are_enabled(server):
     eventually(lambda: metric(http, "ssd:corpus_tokens") > before)
     assert ask(http, body)["usage"]["repeated_tokens"] == 0
     assert metric(http, "ssd:repeated_requests_total") == 0
-
-
-def test_a_drafter_without_a_corpus_in_the_process_is_refused():
-    command = [sys.executable, "-m", "engine.commands.main", "serve", "--port", "0", "--answer-repeats"]
-    ended = subprocess.run(
-        [*command, "--drafter", "ssd-remote"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert ended.returncode == 2
-    assert "--answer-repeats needs the corpus of --drafter ssd in this process" in ended.stderr
 
 
 @pytest.fixture(params=["ssd", "rest+ssd"])

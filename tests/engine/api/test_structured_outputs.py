@@ -8,8 +8,7 @@ import pytest
 
 from engine.api.server import build_engine_from
 from engine.commands.options import EngineOptions
-from engine.config import EngineConfig
-from tests.engine.api.serving import MODEL
+from tests.engine.api.serving import MODEL, PROMPTS, complete, nested
 
 SCHEMA = {
     "type": "object",
@@ -22,20 +21,18 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
-ROUTES = {"completions": {"prompt": "def f(x):"}, "chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
 
 
-def post(http, route, **fields):
-    return http.post(f"/v1/{route}", json={"model": MODEL, "max_tokens": 64, "seed": 1} | ROUTES[route] | fields)
+def post(http, **fields):
+    body = {"model": MODEL, "prompt": "def f(x):", "max_tokens": 64, "seed": 1}
+    return http.post("/v1/completions", json=body | fields)
 
 
 def text_of(http, route, **fields):
     """The output, which must have ended by itself."""
-    answer = post(http, route, **fields)
-    assert answer.status_code == 200, answer.text
-    [choice] = answer.json()["choices"]
-    assert choice["finish_reason"] == "stop"
-    return choice["text"] if route == "completions" else choice["message"]["content"]
+    text, answer = complete(http, route, max_tokens=64, seed=1, **fields)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    return text
 
 
 def check(text):
@@ -46,7 +43,7 @@ def check(text):
     assert text == json.dumps(value, ensure_ascii=False)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", PROMPTS)
 def test_outputs_match_a_schema(http, route):
     check(text_of(http, route, response_format=JSON_SCHEMA))
 
@@ -62,7 +59,7 @@ def test_outputs_match_a_regular_expression_or_a_choice(http):
 def test_any_json_object(http):
     """The model does not know JSON, so that only some of its objects end."""
     fields = {"response_format": {"type": "json_object"}, "n": 16, "temperature": 1.5}
-    choices = post(http, "completions", **fields).json()["choices"]
+    choices = post(http, **fields).json()["choices"]
     assert all(choice["text"].startswith("{") for choice in choices)
     ended = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
     assert ended
@@ -70,17 +67,13 @@ def test_any_json_object(http):
 
 
 def test_max_tokens_may_cut_an_output(http):
-    [choice] = post(http, "completions", response_format=JSON_SCHEMA, max_tokens=3).json()["choices"]
+    [choice] = post(http, response_format=JSON_SCHEMA, max_tokens=3).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ('{"name', "length")
 
 
 def test_free_text_may_be_asked_for(http):
-    assert (
-        post(http, "completions", response_format={"type": "text"}, structured_outputs={"choice": ["a"]}).json()[
-            "choices"
-        ][0]["text"]
-        == "a"
-    )
+    choice = {"structured_outputs": {"choice": ["a"]}}
+    assert text_of(http, "completions", response_format={"type": "text"}, **choice) == "a"
 
 
 JSON = "response_format.json_schema"
@@ -90,17 +83,12 @@ def schema_of(definition):
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": definition}}}
 
 
-@pytest.mark.parametrize("drafter", ["ssd", "none"])
-def test_drafts_do_not_change_outputs_and_forced_tokens_are_reported(http, drafter):
+def test_forced_tokens_are_reported(http):
     fields = {"response_format": JSON_SCHEMA, "temperature": 0.8, "n": 4, "seed": 7}
-    plain, drafted = (
-        post(http, "completions", **fields, **more).json() for more in ({"max_draft": 0}, {"drafter": drafter})
-    )
+    plain, drafted = (post(http, **fields, drafter=drafter).json() for drafter in ("none", "ssd"))
+    assert drafted["usage"]["draft"]["by_source"]["grammar"]["accepted_tokens"] > 20
+    assert "grammar" not in plain["usage"]["draft"]["by_source"]
     assert [choice["text"] for choice in drafted["choices"]] == [choice["text"] for choice in plain["choices"]]
-    forced = drafted["usage"]["draft"]["by_source"].get("grammar")
-    assert (forced is None) == (drafter == "none")
-    if forced is not None:
-        assert forced["accepted_tokens"] > 20
 
 
 OBJECTS = [{"properties": {f"{n}": {"const": value} for n in range(60)}} for value in range(12)]
@@ -117,17 +105,16 @@ LIMITED = {
 """The library cannot continue an output at its second property."""
 
 
-@pytest.mark.parametrize("fields", [{}, {"max_draft": 0}, {"drafter": "none"}], ids=str)
-def test_an_output_that_reaches_a_limit_of_the_library_ends_with_an_error(http, fields):
+def test_an_output_that_reaches_a_limit_of_the_library_ends_with_an_error(http):
     """Other requests are not affected, neither in the same batch nor later."""
     message = (
         f"{JSON}: the output cannot be continued, because llguidance has reached one of its limits: Parser Error: "
         "Current row has"
     )
-    fields = schema_of(LIMITED) | {"temperature": 1.5} | fields
+    fields = schema_of(LIMITED) | {"temperature": 1.5}
     with ThreadPoolExecutor() as threads:
         others = [threads.submit(text_of, http, "completions", response_format=JSON_SCHEMA) for _ in range(2)]
-        answers = [post(http, "completions", **fields) for _ in range(2)]
+        answers = [post(http, **fields) for _ in range(2)]
         for other in others:
             check(other.result())
     for answer in answers:
@@ -137,27 +124,21 @@ def test_an_output_that_reaches_a_limit_of_the_library_ends_with_an_error(http, 
         assert error["message"].endswith("; use smaller repetitions, or fewer alternatives with the same beginning")
         assert "\n" not in error["message"]
         assert error["param"] == JSON
-    *parts, last, done = [
-        line[6:] for line in post(http, "completions", stream=True, **fields).text.splitlines() if line
-    ]
+    *parts, last, done = [line[6:] for line in post(http, stream=True, **fields).text.splitlines() if line]
     assert len(parts) > 5
     assert (json.loads(last)["error"], done) == (error, "[DONE]")
     check(text_of(http, "completions", response_format=JSON_SCHEMA))
 
 
-@pytest.mark.parametrize("depth", [100, 400, 900])
+@pytest.mark.parametrize("depth", [400, 900])
 def test_deeply_nested_schemas_are_answered(http, depth):
     """The engine process survives them."""
-    schema = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    answer = post(http, "completions", **schema_of(schema), max_tokens=2)
-    assert answer.status_code in (200, 400)
+    assert post(http, **schema_of(nested(depth)), max_tokens=2).status_code in (200, 400)
     assert http.get("/health").status_code == 200
 
 
 def test_the_server_reads_the_tokenizer_before_the_first_grammar(folder):
-    options = EngineOptions(folder, "cpu", config=EngineConfig(kv_memory_mib=16))
+    options = EngineOptions(folder=folder, device="cpu", kv_memory_mib=16)
     engine = build_engine_from(options, ())
     assert "tokenizer" in vars(engine._grammars)
     engine.close()

@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.shipped import SHIPPED_MODEL
-from tests.engine.api.serving import MODEL, eventually, serving
+from tests.engine.api.serving import MODEL, complete, eventually
 
 FILE = "model.safetensors"
-SHORT = {"model": MODEL, "prompt": "def quicksort(items):", "max_tokens": 32, "temperature": 0}
-LONG = SHORT | {"max_tokens": 800, "ignore_eos": True, "drafter": "none"}
+SHORT = {"model": MODEL, "prompt": "def quicksort(items):", "max_tokens": 32, "temperature": 0, "learn": False}
+"""Not learned, and so not answered from the corpus."""
+LONG = SHORT | {"max_tokens": 400, "ignore_eos": True, "drafter": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +30,8 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def http():
-    with serving("--allow-weight-updates", "--draft-shape", "path") as server:
-        http = server.http
-        yield http
+def http(optional):
+    return optional
 
 
 @pytest.fixture(scope="module", params=[SHORT], ids=[""])
@@ -48,6 +47,7 @@ def texts(request, http, folders):
 
 @pytest.fixture(autouse=True)
 def old_weights(http, folders):
+    yield
     update(http, folders / "old")
 
 
@@ -56,7 +56,7 @@ def update(http, path, **fields):
 
 
 def text(http, body):
-    return http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    return complete(http, **body)[0]
 
 
 def streamed(lines):

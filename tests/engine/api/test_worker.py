@@ -1,10 +1,10 @@
-"""`Worker` with a counting engine: events, totals of steps, and phases of requests."""
+"""`Worker` with an engine whose model is fake: events of requests, totals of steps, and phases of requests."""
 
 import gc
-import multiprocessing
+import pickle
 import signal
-import threading
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,326 +28,269 @@ from engine.api.messages import (
     UpdateWeights,
     WeightsUpdated,
 )
-from engine.api.worker import EngineTotals, RequestTimer, Worker, run_worker
-from engine.config import ContextWindow
+from engine.api.worker import Worker, run_worker
 from engine.drafters.sources import SOURCE_NAMES, DraftSource
-from engine.scheduling.report import StepReport
-from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
-from engine.scheduling.table import ADMISSION, COLUMNS, SEQUENCE_ID
+from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
-from tests.engine.api.fake_engine import FakeDrafter, FakeEngine, results_of
+from tests.engine.fake_runner import EOS, VOCAB, fake_engine
+from tests.engine.steps import each_of
+from tests.engine.trees import RandomTrees
 
-TIMEOUT_S = 30
+STEP = object()
+"""Among commands: the following ones arrive a step later."""
 
 
-def request(tokens=4, prompt=(1, 2, 3), **settings):
-    return Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=tokens, **settings))
+class Pipe:
+    """The worker's end of its pipe: commands arrive between steps, and `Shutdown` once the engine is idle."""
+
+    def __init__(self, *commands):
+        self._commands, self.events = deque(commands), []
+
+    def poll(self, timeout=0):
+        if self._commands and self._commands[0] is STEP:
+            self._commands.popleft()
+            return False
+        return bool(self._commands)
+
+    def recv(self):
+        while self._commands and self._commands[0] is STEP:
+            self._commands.popleft()
+        return self._commands.popleft() if self._commands else Shutdown()
+
+    def send(self, events):
+        self.events += events
+
+    def send_bytes(self, data):
+        self.send(pickle.loads(data))
+
+    def sent(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
 
 
-def produced_by(events):
+def request(tokens=4, prompt=(1, 2, 3), **more):
+    """Return a request for an output of so many tokens; without any, its prompt is scored."""
+    sampling = SamplingParams(tokens, ignore_eos=True, prompt_logprobs=None if tokens else 0)
+    return Request(np.array(prompt, np.uint32), sampling, **more)
+
+
+def run(engine, *commands):
+    """Let a worker run commands, and return its pipe."""
+    pipe = Pipe(*commands)
+    Worker(engine, pipe).run()
+    return pipe
+
+
+def parts_of(pipe):
     """Return the parts of all steps by request id."""
     parts = {}
-    for event in events:
-        if isinstance(event, StepFinished):
-            for request_id, part in event.parts():
-                parts.setdefault(request_id, []).append(part)
+    for event in pipe.sent(StepFinished):
+        for request_id, part in event.parts():
+            parts.setdefault(request_id, []).append(part)
     return parts
 
 
 def tokens_of(parts):
-    return np.concatenate([part.tokens for part in parts]).tolist()
+    return [token for part in parts for token in part.tokens.tolist()]
 
 
-class Growing:
-    capacity = 9
+class OddSources(RandomTrees):
+    """Names several sources of its draft tokens, one of them, as a third-party drafter may, with an unknown code."""
 
-    def __init__(self, tokens):
-        self._tokens = tokens
-
-    @property
-    def tokens(self):
-        return next(self._tokens)
+    def draft(self, progress):
+        batch = super().draft(progress)
+        return replace(batch, source=np.resize(np.array([0, 77, 6], np.uint8), len(batch.tokens)))
 
 
-@pytest.fixture
-def pipe():
-    ours, theirs = multiprocessing.Pipe()
-    yield ours, theirs
-    ours.close()
+class Watched:
+    """An engine whose clock advances by a second when the worker reads it, and a record of what it did."""
+
+    def __init__(self, monkeypatch, engine):
+        self.engine = engine
+        self.now, self.reports, self.times, self.cached_tokens = 0, [], {}, 0
+        monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=self._tick, thread_time=lambda: 0))
+        for name in ("add", "step", "cancel"):
+            monkeypatch.setattr(engine, name, getattr(self, f"_{name}"))
+
+    def _tick(self):
+        self.now += 1
+        return self.now
+
+    def _add(self, added):
+        sequence_id = type(self.engine).add(self.engine, added)
+        self.times[sequence_id] = [self.now + 1]
+        return sequence_id
+
+    def _step(self):
+        began, report = self.now, type(self.engine).step(self.engine)
+        self.reports.append(report)
+        produced = {*report.finished, *(result.sequence_id for result in each_of(report.result))}
+        for sequence_id in {*produced, *(each.sequence_id for each in self.engine.scheduler.running)}:
+            times = self.times[sequence_id]
+            times += [began] if len(times) == 1 else []
+            times += [self.now + 1] if len(times) == 2 and sequence_id in produced else []
+        for sequence_id in report.finished:
+            self.times[sequence_id].append(self.now + 1)
+        return report
+
+    def _cancel(self, sequence_id):
+        completion = type(self.engine).cancel(self.engine, sequence_id)
+        self.cached_tokens += completion.cached_tokens
+        return completion
 
 
-def run_commands(pipe, engine, commands):
-    """Return all events of a worker that receives these commands and then `Shutdown`."""
-    ours, theirs = pipe
-    for command in (*commands, Shutdown()):
-        ours.send(command)
-    Worker(engine, theirs).run()
-    theirs.close()
-    events = []
-    while True:
-        try:
-            events += ours.recv()
-        except EOFError:
-            return events
+REQUESTS = st.builds(
+    request,
+    st.integers(0, 30),
+    st.lists(st.sampled_from([1, 2]), min_size=1, max_size=40),  # Some begin alike.
+    learn=st.booleans(),
+)
+ARRIVALS = st.lists(st.tuples(REQUESTS, st.integers(0, 3), st.booleans()), min_size=1, max_size=8)
 
 
-def test_requests_run_to_their_end(pipe):
-    ours, theirs = pipe
-    engine = FakeEngine()
-    running = threading.Thread(target=Worker(engine, theirs).run)
-    running.start()
-    ours.send(SubmitRequest(7, request(5)))
-    events = []
-    while not (any(isinstance(event, RequestEnded) for event in events) and isinstance(events[-1], EngineStats)):
-        assert ours.poll(TIMEOUT_S)  # an idle worker has sent all events
-        events += ours.recv()
-    ours.send(Shutdown())
-    running.join(TIMEOUT_S)
-    assert not running.is_alive()
-    assert events[0] == EngineReady(1000, ContextWindow(100, 100), (0,))
-    [(request_id, parts)] = produced_by(events).items()
-    assert (request_id, tokens_of(parts)) == (7, [1, 2, 3, 4, 5])
-    stats = events[-1]
-    assert (stats.generated_tokens, stats.prompt_tokens, stats.running) == (5, 3, 0)
-    assert (stats.kv_usage, stats.accepted, stats.accepted_per_position) == (0, 3, (3, 0))
-    assert {name: count for name, count in stats.drafted_by_source.items() if count} == {"corpus": 3, "local": 3}
-    assert {name: count for name, count in stats.accepted_by_source.items() if count} == {"corpus": 3}
-    assert (stats.learned_tokens, stats.corpus) == (5, CorpusSize(7, 9))
-    [ended] = [event for event in events if isinstance(event, RequestEnded)]
-    assert min(ended.times.queue, ended.times.prefill, ended.times.decode) >= 0
+@settings(max_examples=40)
+@given(ARRIVALS, st.sampled_from([20, 200]))
+def test_events_and_totals_equal_those_of_running_the_requests_without_drafts(arrivals, pages):
+    """Requests arrive between steps, some are cancelled, and few pages let others be computed again."""
+    commands, requests = [], {}
+    for number, (each, steps, is_cancelled) in enumerate(arrivals):
+        # These ids descend while those of the engine ascend.
+        requests[100 - number] = each
+        commands += [SubmitRequest(100 - number, each), *[STEP] * steps]
+        commands += [CancelRequest(100 - number)] if is_cancelled else []
+    completions = fake_engine(NoDrafter(), None).generate(requests.values())
+    expected = {number: each.tokens.tolist() for number, each in zip(requests, completions, strict=True)}
+    drafter = OddSources(requests.values(), expected.values(), VOCAB)
+    with pytest.MonkeyPatch.context() as patch:
+        watched = Watched(patch, fake_engine(drafter, None, draft_shape="tree", pages=pages))
+        pipe = run(watched.engine, *commands)
+    assert pipe.events[0] == EngineReady(VOCAB, watched.engine.window, (EOS,))
+    parts, ended = parts_of(pipe), {event.request_id: event for event in pipe.sent(RequestEnded)}
+    for number, tokens in expected.items():
+        own = parts.get(number, [])
+        assert tokens_of(own) == tokens[: len(tokens_of(own))]
+        assert all(part.visible == len(part.tokens) >= part.accepted for part in own)
+        if number in ended:
+            assert ended[number].completion.tokens.tolist() == tokens_of(own) == tokens
+        else:
+            assert CancelRequest(number) in commands
+    for sequence_id, number in enumerate(requests):
+        if number in ended:
+            submitted, scheduled, first, last = watched.times[sequence_id]
+            assert ended[number].times == RequestTimes(scheduled - submitted, first - scheduled, last - first)
+    check_totals(pipe.sent(EngineStats)[-1], watched, requests, ended)
 
 
-def test_each_request_gets_its_own_tokens(pipe):
-    """Ids descend while those of the engine ascend, requests end in different steps, and one is cancelled."""
-    lengths = {9: 3, 8: 6, 7: 1, 6: 10, 5: 5}
-    submitted = [
-        SubmitRequest(number, request(length, (100 * number, 2), stop_token_ids=(0,) * (number % 2)))
-        for number, length in lengths.items()
-    ]
-    cancelled = [SubmitRequest(10, request(90)), CancelRequest(10)]
-    updating = UpdateWeights(3, "good", 8, "finish")  # runs all requests to their end
-    events = run_commands(pipe, Updating(), [*submitted[:2], *cancelled, *submitted[2:], updating])
-    parts = produced_by(events)
-    assert {number: tokens_of(each) for number, each in parts.items()} == {
-        number: list(range(100 * number, 100 * number + length)) for number, length in lengths.items()
-    }
-    for number, each in parts.items():
-        assert all(part.accepted == 1 for part in each)
-        # A token that ends the output is not part of the text.
-        assert [part.visible - len(part.tokens) for part in each] == [0] * (len(each) - 1) + [-(number % 2)]
-    ended = {event.request_id: event.completion.tokens[0] for event in events if isinstance(event, RequestEnded)}
-    assert ended == {number: 100 * number for number in lengths}
+def check_totals(stats, watched, requests, ended):
+    """Compare totals with what the reports of steps contain, counted token by token."""
+    results = [result for report in watched.reports for result in each_of(report.result)]
+    drafted, accepted = Counter(), Counter()
+    for result in results:
+        drafted.update(result.sources[: result.drafted].tolist())
+        accepted.update(result.sources[result.kept].tolist())
+    for shown, counted in ((stats.drafted_by_source, drafted), (stats.accepted_by_source, accepted)):
+        codes = [counted[source] + counted[77] * (source is DraftSource.OTHER) for source in DraftSource]
+        assert shown == dict(zip(SOURCE_NAMES, codes, strict=True))
+    assert (stats.drafted, stats.accepted) == (drafted.total(), accepted.total())
+    assert (stats.steps, stats.sequence_steps) == (len(watched.reports), len(results))
+    assert stats.generated_tokens == sum(len(result.tokens) for result in results)
+    assert stats.drafts == sum(result.drafted > 0 for result in results)
+    places = range(watched.engine.max_draft)
+    assert stats.drafted_per_position == tuple(
+        sum(max(each.draft_depths, default=0) > place for each in results) for place in places
+    )
+    assert stats.accepted_per_position == tuple(sum(each.accepted > place for each in results) for place in places)
+    assert stats.prompt_tokens == sum(len(each.prompt) for each in requests.values())
+    completions = {number: event.completion for number, event in ended.items()}
+    assert stats.learned_tokens == sum(len(completions[number].tokens) for number in ended if requests[number].learn)
+    assert stats.cached_tokens == watched.cached_tokens + sum(each.cached_tokens for each in completions.values())
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
+    assert stats.preemptions == watched.engine.scheduler.preemptions
 
 
-def test_requests_that_take_long_to_add_are_added_between_steps(pipe, monkeypatch):
+def test_a_token_that_ends_an_output_is_not_part_of_its_text():
+    stopped = Request(np.array([1, 2], np.uint32), SamplingParams(20, stop_token_ids=tuple(range(1, VOCAB))))
+    [part] = parts_of(run(fake_engine(NoDrafter(), None), SubmitRequest(7, stopped)))[7]
+    assert (len(part.tokens), part.visible) == (1, 0)
+
+
+def test_requests_that_take_long_to_add_are_added_between_steps(monkeypatch):
     """The clock makes each request take 0.2 s to add."""
-    engine, add, steps = FakeEngine(), FakeEngine.add, []
-
-    def slow_add(self, added):
-        steps.append(self.steps)
-        return add(self, added)
-
-    monkeypatch.setattr(FakeEngine, "add", slow_add)
-    monkeypatch.setattr(worker.time, "thread_time", lambda: 0.2 * len(steps))
-    run_commands(pipe, engine, [SubmitRequest(number, request(100)) for number in range(3)])
-    assert steps == [0, 1, 2]
+    engine, steps = fake_engine(NoDrafter(), None), []
+    step, add = engine.step, engine.add
+    monkeypatch.setattr(engine, "step", lambda: steps.append("step") or step())
+    monkeypatch.setattr(engine, "add", lambda added: steps.append("add") or add(added))
+    monkeypatch.setattr(worker.time, "thread_time", lambda: 0.2 * steps.count("add"))
+    run(engine, *(SubmitRequest(number, request(9)) for number in range(3)))
+    assert steps[:5] == ["add", "step", "add", "step", "add"]
 
 
-class Updating(FakeEngine):
-    """Finishes all requests before its weights change."""
+def test_commands_are_handled_and_tokens_sent_while_requests_finish_for_new_weights(monkeypatch):
+    engine = fake_engine(NoDrafter(), None)
 
-    version = 0
-
-    def update_weights(self, path, *, version, running, observe):
+    def update_weights(path, *, version, running, observe):
         assert running == "finish"
         if path == "bad":
             raise UserError("weights that do not fit")
-        while self.requests:
-            observe(self.step())
-        self.version = version
+        while engine.has_work:
+            observe(engine.step())
+        engine.version = version
 
-
-def test_commands_are_handled_and_tokens_sent_while_requests_finish_for_new_weights(pipe):
-    engine = Updating()
-    events = run_commands(
-        pipe,
+    monkeypatch.setattr(engine, "update_weights", update_weights)
+    pipe = run(
         engine,
-        [
-            SubmitRequest(1, request(100_000)),
-            SubmitRequest(2, request(5)),
-            UpdateWeights(3, "good", 8, "finish"),
-            CancelRequest(1),
-            UpdateWeights(4, "bad", 9, "finish"),
-        ],
+        SubmitRequest(1, request(100)),
+        SubmitRequest(2, request(5)),
+        UpdateWeights(3, "good", 8, "finish"),
+        CancelRequest(1),
+        UpdateWeights(4, "bad", 9, "finish"),
     )
-    assert [held.sampling.max_tokens for held, _ in engine.cancelled] == [100_000]
-    assert [event.request_id for event in events if isinstance(event, RequestEnded)] == [2]
-    assert tokens_of(produced_by(events)[2]) == [1, 2, 3, 4, 5]
-    assert WeightsUpdated(3, 8) in events
-    assert RequestRefused(4, "weights that do not fit") in events
+    assert [event.request_id for event in pipe.sent(RequestEnded)] == [2]
+    assert {number: len(tokens_of(parts)) for number, parts in parts_of(pipe).items()} == {1: 1, 2: 5}
+    assert pipe.sent(WeightsUpdated) == [WeightsUpdated(3, 8)]
+    assert pipe.sent(RequestRefused) == [RequestRefused(4, "weights that do not fit")]
 
 
-def test_an_idle_worker_sends_the_corpus_size_again_after_indexing(pipe, monkeypatch):
-    ours, theirs = pipe
-    monkeypatch.setattr(worker, "INDEXING_DELAY_S", 0)
-    engine = FakeEngine()
-    tokens = iter([7, 8])
-    engine.drafter = FakeDrafter(Growing(tokens))
-    running = threading.Thread(target=Worker(engine, theirs).run, daemon=True)
-    running.start()
-    events = []
-    for _ in range(3):
-        assert ours.poll(TIMEOUT_S)
-        events += ours.recv()
-    _, before, after = events
-    ours.send(Shutdown())
-    running.join(TIMEOUT_S)
-    assert not running.is_alive()
-    assert (before.corpus.tokens, after.corpus.tokens) == (7, 8)
-
-
-@pytest.mark.parametrize(
-    ("problem", "reason"), [(UserError("no such model"), "no such model"), (RuntimeError("odd"), "RuntimeError: odd")]
-)
-def test_a_failed_start_is_reported(pipe, problem, reason, capfd):
-    def build():
-        raise problem
-
-    ours, theirs = pipe
-    # The worker ignores these signals, and processes of later tests would inherit that.
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        if isinstance(problem, UserError):
-            run_worker(theirs, build)
-        else:
-            with pytest.raises(SystemExit):
-                run_worker(theirs, build)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    [event] = ours.recv()
-    assert isinstance(event, EngineFailed)
-    assert reason in event.reason
-
-
-def test_what_exists_at_the_start_is_left_out_of_garbage_collections(pipe):
-    ours, theirs = pipe
-    ours.close()
-    engine, frozen = FakeEngine(), gc.get_freeze_count()
-    engine.close = lambda: None
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        run_worker(theirs, lambda: engine)  # It ends at once, since nobody listens.
-        assert gc.get_freeze_count() > frozen + 10_000
-    finally:
-        gc.unfreeze()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@st.composite
-def results(draw):
-    # Drafters of other packages may use unknown sources.
-    sources = np.array(draw(st.lists(st.sampled_from([*DraftSource, 77]), max_size=2)), np.uint8)
-    kept = np.flatnonzero(draw(st.lists(st.booleans(), min_size=len(sources), max_size=len(sources))))
-    tokens = np.zeros(len(kept) + draw(st.integers(0, 1)), np.uint32)
-    return draw(st.integers(0, 3)), tokens, [*range(-1, len(sources) - 1)], sources, kept
-
-
-def report_of(step, **settings):
-    report = StepReport(**settings)
-    report.arrays = results_of(step)
-    return report
-
-
-@settings(max_examples=60)
-@given(st.lists(st.lists(results(), max_size=5, unique_by=lambda result: result[0]), max_size=6))
-def test_totals_equal_counting_token_by_token(steps):
-    totals = EngineTotals(FakeEngine())
-    for _ in range(4):
-        totals.request_started(Request(np.zeros(10, np.uint32)))
-    drafted, accepted, sizes, drafts = Counter(), Counter(), [], []
-    for step in steps:
-        totals.step_finished(report_of(step, is_backing_off=len(step) % 2 == 1))
-        for _, tokens, _, sources, kept in step:
-            sizes.append(len(tokens))
-            drafts.append((len(sources), len(kept)))
-            drafted.update(sources.tolist())
-            accepted.update(sources[node] for node in kept)
-    snapshot = totals.snapshot()
-    for shown, counted in ((snapshot.drafted_by_source, drafted), (snapshot.accepted_by_source, accepted)):
-        by_code = [counted[source] + counted[77] * (source is DraftSource.OTHER) for source in DraftSource]
-        assert shown == dict(zip(SOURCE_NAMES, by_code, strict=True))
-    assert (snapshot.drafted, snapshot.accepted) == (drafted.total(), accepted.total())
-    assert (snapshot.steps, snapshot.backoff_steps) == (len(steps), sum(len(step) % 2 for step in steps))
-    assert (snapshot.sequence_steps, snapshot.generated_tokens) == (len(sizes), sum(sizes))
-    assert snapshot.drafts == sum(length > 0 for length, _ in drafts)
-    for kind, shown in enumerate((snapshot.drafted_per_position, snapshot.accepted_per_position)):
-        assert shown == tuple(sum(draft[kind] > place for draft in drafts) for place in range(2))
-    assert snapshot.prompt_tokens == 40
-
-
-def test_learned_tokens_exclude_private_and_cancelled_requests():
-    engine = FakeEngine()
-    engine.drafter = FakeDrafter()
-    totals = EngineTotals(engine)
-    ended = Completion(np.zeros(5, np.uint32), FinishReason.STOP, 1, 0, 0, cached_tokens=2)
-    cancelled = Completion(np.zeros(5, np.uint32), FinishReason.ABORT, 1, 0, 0, cached_tokens=2)
-    prompt = np.zeros(3, np.uint32)
-    for learn, completion in ((True, ended), (False, ended), (True, cancelled)):
-        totals.request_started(Request(prompt, learn=learn))
-        totals.request_ended(Request(prompt, learn=learn), completion)
-    snapshot = totals.snapshot()
-    assert (snapshot.learned_tokens, snapshot.cached_tokens, snapshot.corpus) == (5, 6, None)
+def test_an_idle_worker_sends_the_size_of_the_corpus_again_after_indexing():
+    drafter = NoDrafter()
+    sizes = iter([7, 8])
+    drafter.corpus = type("Growing", (), {"capacity": 9, "tokens": property(lambda _: next(sizes))})()
+    before, after = run(fake_engine(drafter, None)).sent(EngineStats)
+    assert (before.corpus, after.corpus) == (CorpusSize(7, 9), CorpusSize(8, 9))
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = SimpleNamespace(now=0.0, admissions={}, last=0)
-    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
+def usual_signals():
+    """The worker ignores signals, and processes of later tests would inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def step(clock, timer, began, ended, running=(), produced=()):
-    clock.now = ended
-    state = np.zeros((4, COLUMNS), np.int64)
-    for number in set(running) - set(clock.admissions):
-        clock.last += 1
-        clock.admissions[number] = clock.last
-    clock.admissions = {number: clock.admissions[number] for number in running}
-    for row, number in enumerate(running):
-        state[row, [SEQUENCE_ID, ADMISSION]] = number, clock.admissions[number]
-    timer.step_finished(began, state, report_of([(number, [0], [], [], []) for number in produced]))
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize(
+    ("problem", "reason"), [(UserError("no such model"), "no such model"), (RuntimeError("odd"), "RuntimeError: odd")]
+)
+def test_a_failed_start_is_reported(problem, reason):
+    def build():
+        raise problem
+
+    pipe = Pipe()
+    if isinstance(problem, UserError):
+        run_worker(pipe, build)
+    else:
+        with pytest.raises(SystemExit):
+            run_worker(pipe, build)
+    [event] = pipe.sent(EngineFailed)
+    assert reason in event.reason
 
 
-def test_phases_of_requests(clock):
-    timer = RequestTimer()
-    clock.now = 1.0
-    timer.request_started(5)
-    clock.now = 2.0
-    timer.request_started(6)
-    step(clock, timer, 3, 4, running=[5])  # a chunk of its prompt
-    step(clock, timer, 6, 10, running=[5], produced=[5])
-    step(clock, timer, 20, 21, running=[])  # preempted
-    step(clock, timer, 30, 40, running=[6], produced=[5, 6])  # 5 ended and no longer runs
-    assert timer.request_ended(5) == RequestTimes(queue=2, prefill=7, decode=30)
-    step(clock, timer, 40, 44, produced=[6])
-    assert timer.request_ended(6) == RequestTimes(queue=28, prefill=10, decode=4)
-
-
-def test_ids_can_be_reused_after_one_step_or_a_cancellation(clock):
-    timer = RequestTimer()
-    for start in (0.0, 100.0):
-        clock.now = start
-        timer.request_started(1)
-        step(clock, timer, start + 1, start + 3, produced=[1])
-        assert timer.request_ended(1) == RequestTimes(queue=1, prefill=2, decode=0)
-    for running in ([], [1]):  # cancelled while waiting, and while running
-        clock.now = 200.0
-        timer.request_started(1)
-        step(clock, timer, 201, 202, running=running)
-        assert timer.request_ended(1) is None
-    clock.now = 300.0
-    timer.request_started(1)
-    step(clock, timer, 310, 320, produced=[1])
-    assert timer.request_ended(1) == RequestTimes(queue=10, prefill=10, decode=0)
+@pytest.mark.usefixtures("usual_signals")
+def test_what_exists_at_the_start_is_left_out_of_garbage_collections():
+    frozen = gc.get_freeze_count()
+    try:
+        run_worker(Pipe(), lambda: fake_engine(NoDrafter(), None))
+        assert gc.get_freeze_count() > frozen + 10_000
+    finally:
+        gc.unfreeze()

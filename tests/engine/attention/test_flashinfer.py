@@ -4,6 +4,7 @@ All tests run on the CPU with a slow twin of the library and, marked `gpu`, on a
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,13 +46,15 @@ def config_of(heads, kv_heads):
 
 
 def random_batches(rng, kinds):
-    """Steps of four sequences on shuffled pages, with the slots to move after each step."""
+    """Steps of four sequences on shuffled pages."""
     pages = rng.permutation(PAGES).reshape(4, -1)
     computed = np.zeros(4, int)
     for _ in range(3):
         sequences = []
         for index in range(4):
-            kind = "prompt" if computed[index] == 0 else rng.choice(kinds)
+            # Only a prompt or a tree may begin a sequence; a tree may have no context.
+            first = [kind for kind in kinds if kind in ("prompt", "tree")] or ["prompt"]
+            kind = rng.choice(first if computed[index] == 0 else kinds)
             scheduled = rng.integers(1, 50) if kind == "prompt" else 1
             draft = rng.integers(0, 9, rng.integers(1, 12)) if kind == "path" else []
             tree = None
@@ -63,19 +66,8 @@ def random_batches(rng, kinds):
             sequence = sequence_of(tokens, pages[index].tolist(), computed=computed[index], draft=draft)
             sequence.tree = tree
             sequences.append(sequence)
-        yield batch_of(sequences, PAGE_SIZE), moves(rng, sequences)
+        yield batch_of(sequences, PAGE_SIZE)
         computed += [sequence.scheduled for sequence in sequences]
-
-
-def moves(rng, sequences):
-    """Moves of some of each draft's slots to the front."""
-    sources, targets = [], []
-    for sequence in sequences:
-        end = sequence.computed + sequence.scheduled
-        kept = np.flatnonzero(rng.random(len(sequence.draft)) < 0.5)
-        for list_, places in ((sources, end + kept), (targets, end + np.arange(len(kept)))):
-            list_ += [sequence.sequence.pages[slot // PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE for slot in places]
-    return np.array(sources, np.int64), np.array(targets, np.int64)
 
 
 def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path", "tree")):
@@ -85,7 +77,7 @@ def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path",
     config = config_of(*sharing)
     tested = FlashInferAttention(config, PAGES, PAGE_SIZE, library.dtype, library.device)
     plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, library.device)
-    for batch, (sources, targets) in random_batches(rng, kinds):
+    for batch in random_batches(rng, kinds):
         attends = tested.begin(batch), plain.begin(batch)
         for layer in range(config.num_layers):
             heads = torch.randn(len(batch.tokens), sharing[0] + 2 * sharing[1], 64, generator=generator)
@@ -95,8 +87,6 @@ def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path",
             got = attends[0](layer, *parts).float()
             wide = [part.float() for part in parts]
             torch.testing.assert_close(got, attends[1](layer, *wide), rtol=library.tolerance, atol=library.tolerance)
-        tested.move(sources, targets)
-        plain.move(sources, targets)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -114,39 +104,6 @@ def test_attention_of_other_groups_of_heads(library, sharing):
     compare(library, 6, sharing=sharing)
 
 
-def test_attention_after_moves(library):
-    for seed in range(4):
-        compare_after_moves(library, seed)
-
-
-def compare_after_moves(library, seed):
-    """Run a prompt, then a draft, keep some of its tokens, and run a token that attends to them."""
-    rng = np.random.default_rng(seed)
-    config = config_of(4, 2)
-    tested = FlashInferAttention(config, PAGES, PAGE_SIZE, library.dtype, library.device)
-    plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, library.device)
-    pages = rng.permutation(PAGES).tolist()
-    generator = torch.Generator().manual_seed(seed)
-    steps = [(0, 30, 0), (30, 1, 10), (31 + 4, 1, 0)]
-    for computed, scheduled, drafted in steps:
-        sequence = sequence_of(np.zeros(computed + scheduled), pages, computed=computed, draft=np.zeros(drafted))
-        batch = batch_of([sequence], PAGE_SIZE)
-        attends = tested.begin(batch), plain.begin(batch)
-        for layer in range(config.num_layers):
-            parts = torch.randn(len(batch.tokens), 8, 64, generator=generator).to(library.device, library.dtype)
-            parts = parts.split((4, 2, 2), dim=1)
-            got, expected = attends[0](layer, *parts), attends[1](layer, *(part.float() for part in parts))
-            torch.testing.assert_close(got.float(), expected, rtol=library.tolerance, atol=library.tolerance)
-        if drafted:
-            kept = np.array([1, 4, 5, 9]) + computed + scheduled
-            where = [
-                np.array([pages[place_ // PAGE_SIZE] * PAGE_SIZE + place_ % PAGE_SIZE for place_ in places])
-                for places in (kept, computed + scheduled + np.arange(4))
-            ]
-            tested.move(*where)
-            plain.move(*where)
-
-
 DENSE = {name: shape for name, shape in FAMILIES.items() if "num_experts_per_tok" not in shape and name != "mixtral"}
 
 
@@ -159,19 +116,13 @@ def test_logits_of_every_family(library, tmp_path, shape):
     rng = np.random.default_rng(0)
     text = rng.integers(1, VOCAB, 60)
     draft, parents = random_tree(rng, text, 12, VOCAB)
+    backends = (
+        (model, FlashInferAttention, library.dtype, FusedOps()),
+        (reference, PlainAttention, torch.float32, PLAIN),
+    )
     runners = [
-        Runner(
-            model,
-            FlashInferAttention(model.config, 8, PAGE_SIZE, library.dtype, library.device),
-            library.device,
-            FusedOps(),
-        ),
-        Runner(
-            reference,
-            PlainAttention(model.config, 8, PAGE_SIZE, torch.float32, library.device),
-            library.device,
-            PLAIN,
-        ),
+        Runner(each, attention(each.config, 8, PAGE_SIZE, dtype, library.device), library.device, ops)
+        for each, attention, dtype, ops in backends
     ]
     for end, computed, drafted in ((40, 0, False), (60, 40, True)):
         logits = []
@@ -188,7 +139,7 @@ def test_outputs_do_not_depend_on_the_drafter(library, tmp_path):
     make_folder(tmp_path, hidden_size=64, **HEADS)
     model = load_model(tmp_path, dtype=library.dtype, device=library.device)
     config = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16)
-    trees = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16, draft_shape="tree")
+    trees = replace(config, draft_shape="tree")
     submitted = requests(3, max_tokens=6)
     expected = outputs(build_engine(model, config, NoDrafter(), attention="flashinfer"), submitted)
     if library.device == "cpu":

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.backend import choose_backend, make_attention
-from engine.attention.plain import KEY_BLOCK, LENGTH, POSITION, ROW, PlainAttention, are_prompts, query_blocks
+from engine.attention.backend import make_attention
+from engine.attention.plain import PlainAttention, are_prompts
 from engine.executor.runner import Runner
 from engine.models import latent_attention
 from engine.models.config import LatentConfig
@@ -16,11 +16,11 @@ from engine.models.latent_attention import Expansion
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.speculation.draft_tree import DraftTree
-from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.executor.kernels.test_sample import Memory
 from tests.engine.forward import PAGE_SIZE, new_runner, prompt_logits, sequence_of
 from tests.engine.models.test_families import DEEPSEEK, TOKENS, transformers_logits
+from tests.engine.models.test_rope import rope
 from tests.engine.steps import batch_of
 
 TEXT = np.random.default_rng(0).integers(1, VOCAB, 400).astype(np.uint32)
@@ -79,18 +79,6 @@ def test_sequences_of_a_batch_are_independent(model, reference):
         assert close(own, reference[length - 1 : length + index % 3])
 
 
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=4))
-def test_query_blocks_cover_a_batch_within_key_blocks(spans):
-    sequences = [sequence_of(np.ones(computed + length), range(60), computed=computed) for computed, length in spans]
-    batch = batch_of(sequences, PAGE_SIZE)
-    blocks = query_blocks(batch)
-    rows = [row for block in blocks for row in range(block[ROW], block[ROW] + block[LENGTH])]
-    assert rows == list(range(len(batch.tokens)))
-    for block in blocks:
-        assert block[POSITION] // KEY_BLOCK == (block[POSITION] + block[LENGTH] - 1) // KEY_BLOCK
-        assert block[POSITION] == batch.positions[block[ROW]]
-
-
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.usefixtures("threads")
@@ -124,14 +112,7 @@ def test_slots_before_the_first_are_not_attended_to(model):
     torch.testing.assert_close(torch.cat(attended), expected)
 
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.0,
-}
+YARN = rope("yarn", 500.0, 4.0, 128, mscale=0.7, mscale_all_dim=1.0)
 SHAPES = {
     "v2": {"family": "deepseek_v2", **DEEPSEEK, "topk_method": "group_limited_greedy", "q_lora_rank": None},
     "v3": {"family": "deepseek_v3", **DEEPSEEK, "first_k_dense_replace": 1},
@@ -197,7 +178,7 @@ def test_moved_entries_are_read_at_their_new_slots(case):
     model, expected = case
     runner, tokens = latent_runner(model, expands=True), TOKENS.numpy()
     step(runner, sequence_of(tokens[:64], range(4)))
-    runner._attention.move(np.arange(64), np.arange(64) + 20 * PAGE_SIZE)
+    runner.attention.move(np.arange(64), np.arange(64) + 20 * PAGE_SIZE)
     entry = sequence_of(tokens[:65], range(20, 28), computed=64, draft=tokens[65:70])
     assert (step(runner, entry) - expected[64:70]).abs().max() < CLOSE
 
@@ -227,9 +208,3 @@ def test_memory_of_the_expanded_form_is_bounded(monkeypatch):
         attended = expansion.expanded(query, cached)
     assert memory.peak - 2 * attended.nbytes < 16 << 20
     assert attended.isfinite().all()
-
-
-def test_flashinfer_is_refused_by_name(case):
-    with pytest.raises(UserError, match="--attention flashinfer runs no latent attention in this engine"):
-        choose_backend("flashinfer", case[0].config, torch.bfloat16, "cuda")
-    assert choose_backend("auto", case[0].config, torch.bfloat16, "cuda") == "plain"

@@ -122,10 +122,10 @@ def test_log_probabilities_in_a_tree_differ_by_rounding_from_those_of_tokens_dec
         runner = new_runner(shipped, 20)
         tree = sequence_of(text[:length], pages, draft=tokens, tree=DraftTree(np.array(parents, np.int32)))
         found = runner.forward(batch_of([tree], PAGE_SIZE)).log_softmax(-1)
+        runner = new_runner(shipped, 20)
+        runner.forward(batch_of([sequence_of(text[:length], pages)], PAGE_SIZE))
         for node in range(len(tokens)):
             path = path_to(node, parents)
-            runner = new_runner(shipped, 20)
-            runner.forward(batch_of([sequence_of(text[:length], pages)], PAGE_SIZE))
             committed = text[:length]
             for at in path:
                 committed = np.append(committed, np.uint32(tokens[at]))

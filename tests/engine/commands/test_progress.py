@@ -14,7 +14,6 @@ def shown(*, is_terminal):
     console = Console(file=file, force_terminal=is_terminal, width=120)
     with LongProgress(console, 4) as requests:
         requests.advance(1, "ngram")
-        requests.show("a table")
         requests.advance(2, "[ssd]")
     return file.getvalue()
 
@@ -34,4 +33,3 @@ def test_a_terminal_shows_a_bar(monkeypatch):
     assert "3/4" in bar
     assert "[ssd]" in bar
     assert "of 4 requests" not in bar
-    assert "a table" in bar

@@ -9,12 +9,9 @@ import torch
 
 from engine.drafters.draft_model import ModelHead
 from engine.models.decoder import Decoder
-from engine.models.heads.eagle import EagleHead
-from engine.models.heads.eagle3 import Eagle3Head, Eagle3Style
-from engine.models.heads.medusa import MedusaHeads
-from engine.models.heads.mtp import MtpHead
 from engine.models.layers import PLAIN
 from tests.engine.drafters.toy import attend_densely
+from tests.engine.models.heads import samples
 
 
 def random_weights(module, scale=0.2):
@@ -27,18 +24,15 @@ def random_weights(module, scale=0.2):
 
 
 def mtp(target):
-    return MtpHead(replace(target.config, num_layers=1, experts=None), target.config.num_layers)
+    return samples.mtp(target, experts=None)
 
 
 def eagle(target):
-    return EagleHead(replace(target.config, num_layers=1, experts=None, latent=None), target.config.num_layers)
+    return samples.eagle(target, experts=None, latent=None)
 
 
 def eagle3(target):
-    shape = replace(target.config, num_heads=2, num_kv_heads=1, head_dim=32, num_layers=1, experts=None, latent=None)
-    head = Eagle3Head(
-        shape, (0, 1, 2), Eagle3Style(), target_hidden_size=target.config.hidden_size, draft_vocab_size=200
-    )
+    head = samples.eagle3(target, num_heads=2, num_kv_heads=1, head_dim=32, experts=None, latent=None)
     head.draft_vocabulary = torch.arange(200) + torch.arange(200) // 2
     return head
 
@@ -53,16 +47,12 @@ def self_copy(target):
     return ModelHead(target, shares_target_cache=True)
 
 
-def medusa(target):
-    return MedusaHeads(target.config, 3)
-
-
 HEADS = {"mtp": mtp, "eagle": eagle, "eagle3": eagle3, "draft-model": draft_model, "self": self_copy}
 
 
 def make_head(kind, target, seed=5):
     torch.manual_seed(seed)
-    head = medusa(target) if kind == "medusa" else HEADS[kind](target)
+    head = samples.medusa(target) if kind == "medusa" else HEADS[kind](target)
     if not isinstance(head, ModelHead):
         random_weights(head)
     head.attach(target)

@@ -24,6 +24,7 @@ from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from tests.engine.drafters.heads import make_head, naive_logits
 from tests.engine.drafters.toy import ToyDrafter, attend_densely
+from tests.engine.integrity import check_integrity
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=13, page_size=16, kv_memory_mib=1)
 TOLERANCE = 2e-3
@@ -49,9 +50,9 @@ def tokens_of(completions):
     return [each.tokens.tolist() for each in completions]
 
 
-def plain_outputs(model):
-    """Return a function that returns the outputs of plain decoding for arguments of `requests`."""
-    return cache(lambda *given: tokens_of(build_engine(model, CONFIG, NoDrafter()).generate(requests(*given))))
+def plain_outputs(model, submitted=requests):
+    """Return a function that returns the outputs of plain decoding for arguments of a function that makes requests."""
+    return cache(lambda *given: tokens_of(build_engine(model, CONFIG, NoDrafter()).generate(submitted(*given))))
 
 
 def new_drafter(kind, model, config, *, depth=4, head=None, network=None, is_coupled=False):
@@ -72,7 +73,7 @@ def run(model, config, submitted, drafter, pages=None):
     if pages is not None:
         engine.scheduler = Scheduler(config, PagePool(pages, config.page_size))
     completions = engine.generate(submitted)
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     return engine, completions
 
 

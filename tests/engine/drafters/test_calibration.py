@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafters.calibration import DEPTHS, EDGES, MAX_WEIGHT, PRIOR_WEIGHT, AcceptanceTable
 from engine.drafters.drafts import DETERMINISTIC, Drafts
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import depths_of
+from ssd.acceptance import DEPTHS, EDGES, MAX_WEIGHT, PRIOR_WEIGHT, AcceptanceTable
 from ssd.types import ROOT, offsets_of
 from tests.engine.steps import Entry, plan_of
 from tests.engine.trees import batch_of_trees
@@ -101,7 +101,7 @@ def test_tokens_whose_parents_were_accepted_are_learned_from(drafted, has_q):
     parts = [Entry(Sequence(0, request, 99), 0, 1) for request in requests]
     result = StepResult(replace(plan_of(parts), drafts=drafts), values, paths)
     result.lengths[:] = values[:, 0]
-    assert table.learn(result).tolist() == reached
+    assert result.teach(table).tolist() == reached
     for (parents, own, _), is_sampled in drafted:
         depths = depths_of(np.array(parents, np.int32), offsets_of(np.array([len(parents)])))
         assert_same(table, naive, [(is_sampled, *row) for row in zip(own, depths.tolist(), strict=True)])

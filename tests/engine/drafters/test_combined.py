@@ -1,14 +1,16 @@
 """Combinations of drafters through the engine, with random weights."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from engine.drafters.base import Drafter
-from engine.drafters.combined import CombinedDrafter, Part
+from engine.drafters.base import NO_OUTPUTS, Drafter
+from engine.drafters.combined import CombinedDrafter, Component
 from engine.drafters.drafts import Drafts
-from engine.drafters.lookahead import LookaheadDrafter, LookaheadSizes
+from engine.drafters.lookahead import LookaheadDrafter
+from engine.drafters.options import LookaheadOptions
 from engine.drafters.sources import sum_by_name
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine
@@ -27,12 +29,14 @@ from tests.engine.steps import Entry, counted_plan, plan_of
 def make_part(kind, model, has_trees):
     shape = "tree" if has_trees else "path"
     if kind == "ssd":
-        return Part(kind, adapt(SuffixDrafter(DrafterConfig(capacity=10_000, max_draft=16, draft_shape=shape))), False)
+        return Component(
+            kind, adapt(SuffixDrafter(DrafterConfig(capacity=10_000, max_draft=16, draft_shape=shape))), False
+        )
     if kind == "ngram":
-        return Part(kind, adapt(NgramDrafter()), False)
+        return Component(kind, adapt(NgramDrafter()), False)
     if kind == "lookahead":
-        return Part(kind, LookaheadDrafter(LookaheadSizes(4, 4, 3), has_trees=has_trees), False)
-    return Part(kind, new_drafter(kind, model, replace(CONFIG, draft_shape=shape), is_coupled=True), True)
+        return Component(kind, LookaheadDrafter(LookaheadOptions(4, 4, 3), has_trees=has_trees), False)
+    return Component(kind, new_drafter(kind, model, replace(CONFIG, draft_shape=shape), is_coupled=True), True)
 
 
 @pytest.fixture(scope="module")
@@ -118,37 +122,9 @@ def test_requests_choose_among_the_drafters(model):
         assert {source for each in completions for source in each.by_source} == expected
 
 
-class Calls(Drafter):
-    """Records the names of its calls; raises in all of them if it is faulty."""
-
-    def __init__(self, is_faulty):
-        self.names = []
-        self.is_faulty = is_faulty
-
-    def called(self, name):
-        self.names.append(name)
-        if self.is_faulty:
-            raise ValueError(name)
-
-    def start(self, sequence):
-        self.called("start")
-
-    def propose(self, plan):
-        raise NotImplementedError
-
-    def observe(self, result):
-        self.called("observe")
-
-    def finish(self, sequence, learn):
-        self.called("finish")
-
-    def close(self):
-        self.called("close")
-
-
 def test_a_faulty_drafter_keeps_no_call_from_the_others():
-    parts = [Part(str(index), Calls(is_faulty=index == 1), False) for index in range(3)]
-    combined = CombinedDrafter(parts, has_trees=False)
+    drafters = [Mock(Drafter, needs=NO_OUTPUTS, copies=()) for _ in range(3)]
+    combined = CombinedDrafter([Component("", drafter, False) for drafter in drafters], has_trees=False)
     sequence = Sequence(0, Request(np.array([1], np.uint32)), 9)
     calls = {
         "start": (sequence,),
@@ -157,9 +133,10 @@ def test_a_faulty_drafter_keeps_no_call_from_the_others():
         "close": (),
     }
     for name, arguments in calls.items():
+        getattr(drafters[1], name).side_effect = ValueError(name)
         with pytest.raises(ValueError, match=name):
             getattr(combined, name)(*arguments)
-    assert [part.drafter.names for part in combined.parts] == [[*calls]] * 3
+    assert [[call[0] for call in drafter.method_calls] for drafter in drafters] == [[*calls]] * 3
 
 
 class OneToken(Drafter):
@@ -171,7 +148,7 @@ class OneToken(Drafter):
 
 def test_a_draft_is_learned_from_once():
     """Steps without drafts may follow it."""
-    combined = CombinedDrafter([Part(kind, OneToken(), False) for kind in "ab"], has_trees=False)
+    combined = CombinedDrafter([Component(kind, OneToken(), False) for kind in "ab"], has_trees=False)
     plan = plan_of([Entry(Sequence(0, Request(np.array([1], np.uint32)), 9), 0, 1)])
     plan.rooms = np.array([4])
     result = StepResult(plan, np.array([[2, 1, 5, 6]], np.int32))

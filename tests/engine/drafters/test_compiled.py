@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -14,10 +13,9 @@ from engine.drafters.autoregressive import Growth
 from engine.drafters.compiled.drafting import CompiledDrafting
 from engine.drafters.compiled.matrices import COLUMNS, blocks_of, multiply
 from engine.drafters.compiled.network import compile_head
-from engine.drafters.compiled.paths import choose
 from engine.engine import build_engine
 from engine.models.packed import pack, quantize_int8
-from engine.sampling.draft_sampler import choose_tokens
+from engine.sampling.choice import NONE, choose_rows
 from ssd.baselines.none import NoDrafter
 from tests.curves import line
 from tests.engine.drafters.heads import HEADS, make_head, naive_logits
@@ -62,7 +60,8 @@ class Recorder:
                 logits = whole.index_copy_(1, head.draft_vocabulary, logits)
             temperatures = np.full(len(path), sampling.temperature, np.float32)
             seeds, positions = np.full(len(path), sampling.seed), len(text) + np.arange(len(path))
-            tokens, expected = choose_tokens(logits, temperatures, seeds, positions, 2, 256)
+            tokens, expected = np.full((len(path), 2), NONE), np.zeros((len(path), 2), np.float32)
+            choose_rows(logits.numpy().copy(), temperatures, seeds, positions, tokens, expected)
             # Where two tokens are about as good, rounding decides.
             rank = np.where(tokens[:, 1] == path, 1, 0)
             assert (tokens[np.arange(len(path)), rank] == path).all()
@@ -129,27 +128,6 @@ def test_products_equal_those_of_numpy(count, inputs, outputs, has_bias):
     multiply(blocks_of(values), np.concatenate((scales, bias)), matrix, rows, found)
     expected = rows @ (values * scales[:, None]).T.astype(np.float32) + has_bias * bias
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
-
-
-@given(st.integers(0, 1000), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([3, 256, 257, 900]), st.booleans())
-def test_choices_equal_those_of_other_drafters(seed, temperature, vocab_size, has_ties):
-    """The reference is the kernel that drafters without a compiled network use."""
-    rng = np.random.default_rng(seed)
-    logits = 4 * rng.standard_normal((1, vocab_size), np.float32)
-    if has_ties:
-        logits = logits.round()
-    found = choose(logits[0].copy(), np.empty(0, np.int64), np.float32(temperature), seed, 7)
-    expected = choose_tokens(
-        torch.from_numpy(logits), np.full(1, temperature, np.float32), np.full(1, seed), np.full(1, 7), 1, 256
-    )
-    assert found[0] == expected[0][0, 0]
-    assert abs(found[1] - expected[1][0, 0]) < 1e-4
-
-
-def test_logits_that_are_not_numbers_are_not_chosen():
-    logits = np.full(300, np.nan, np.float32)
-    for temperature in (0.0, 1.0):
-        assert choose(logits.copy(), np.empty(0, np.int64), np.float32(temperature), 0, 7)[0] == -1
 
 
 @pytest.mark.parametrize("convert", [pack, quantize_int8])

@@ -1,7 +1,6 @@
 """Drafts that heads make on the device: outputs, and drafts against the naive twin, with random weights."""
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -15,21 +14,22 @@ from engine.drafters.draft_forward import DraftForward
 from engine.drafters.slots import SlotWriter
 from engine.engine import build_engine
 from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import RESULT_COLUMNS, FixedStep, Kind
+from engine.executor.fixed_step import FixedStep, Kind
 from engine.executor.graph import GraphStep
 from engine.executor.runner import Runner
 from engine.executor.transfer import CopyStream
 from engine.models.loader import load_model
-from engine.sampling.sampler import row_settings, sample
+from engine.sampling.noise import row_settings, sample_tokens
+from engine.scheduling.kernels import FIRST_TOKEN
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from ssd.baselines.none import NoDrafter
 from tests.engine.chain import AtRandom
+from tests.engine.drafters import networks
 from tests.engine.drafters.heads import HEADS, make_head, naive_logits
 from tests.engine.drafters.networks import TOLERANCE, new_drafter, tokens_of
-from tests.engine.drafters.networks import Recorder as EagerRecorder
 from tests.engine.drafters.test_networks import without_page_states
+from tests.engine.integrity import check_integrity
 from tests.engine.steps import each_of
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=6, page_size=16, kv_memory_mib=1, in_flight=1)
@@ -75,8 +75,8 @@ def naive_drafts(head, target, text, draft, sampling):
         whole = torch.full((len(logits), target.config.vocab_size), -torch.inf)
         logits = whole.index_copy_(1, head.draft_vocabulary, logits)
     places = np.arange(len(logits))
-    settings = row_settings([sampling], np.array([len(places)]), len(text) + places)
-    return sample(logits, settings).numpy().astype(np.uint32)
+    settings = row_settings([sampling], np.array([len(places)]), len(text) + places, logits)
+    return sample_tokens(logits, *settings).numpy().astype(np.uint32)
 
 
 class Switching:
@@ -113,50 +113,39 @@ def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None,
     return engine, drafter.head
 
 
+def requests(temperature, count=8, penalized=0.0):
+    """Outputs have different lengths. penalized: fraction of requests that need the host."""
+    rng, submitted = np.random.default_rng(2), networks.requests(temperature, count, is_plain=True)
+    settings = [
+        {
+            "max_tokens": int(rng.integers(8, 30)),
+            "top_k": 0 if temperature == COUPLED else int(rng.choice([0, 8])),
+            "frequency_penalty": 0.5 if rng.random() < penalized else 0.0,
+        }
+        for _ in submitted
+    ]
+    return [
+        replace(each, sampling=replace(each.sampling, **own)) for each, own in zip(submitted, settings, strict=True)
+    ]
+
+
 @pytest.fixture(scope="module")
 def plain(model):
-    """A function that returns the outputs of plain decoding for arguments of `requests`."""
-
-    @cache
-    def outputs(*arguments):
-        engine = build_engine(model, replace(CONFIG, in_flight=None), NoDrafter())
-        return tokens_of(engine.generate(requests(*arguments)))
-
-    return outputs
-
-
-def requests(temperature, count=8, penalized=0.0):
-    """Prompts with shared prefixes, some longer than a chunk. penalized: fraction of requests that need the host."""
-    rng = np.random.default_rng(2)
-    stem = rng.integers(1, 60, 70)
-    submitted = []
-    for index in range(count):
-        prompt = np.concatenate((stem[: 16 * rng.integers(0, 5)], rng.integers(1, 60, rng.integers(1, 40))))
-        sampling = SamplingParams(
-            max_tokens=int(rng.integers(8, 30)),
-            temperature=temperature,
-            seed=index,
-            top_k=0 if temperature == COUPLED else int(rng.choice([0, 8])),
-            frequency_penalty=0.5 if rng.random() < penalized else 0.0,
-            ignore_eos=True,
-        )
-        submitted.append(Request(prompt.astype(np.uint32), sampling))
-    return submitted
+    return networks.plain_outputs(model, requests)
 
 
 def total(completions, name):
     return sum(getattr(each, name) for each in completions)
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("temperature", [0.0, 0.8, COUPLED])
+@pytest.mark.parametrize(("temperature", "in_flight"), [(0.0, 0), (0.8, 1), (COUPLED, 0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, temperature, in_flight):
     recorder = Recorder(monkeypatch)
     submitted = requests(temperature)
     engine, head = engine_of(model, kind, in_flight)
     completions = engine.generate(submitted)
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     assert tokens_of(completions) == plain(temperature)
     assert any(each.cached_tokens for each in completions)
     assert total(completions, "accepted") > (50 if temperature == COUPLED else -1)
@@ -175,24 +164,22 @@ def test_the_time_of_drafting_is_that_of_the_same_step_without_it(model, monkeyp
     assert engine.device_drafting_s(3) is None
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_drafter_in_the_targets_cache_drafts_on_the_host(model, plain, temperature):
+def test_a_drafter_in_the_targets_cache_drafts_on_the_host(model, plain):
     """The steps still run on the graph executor."""
     engine, _ = engine_of(model, "self", 0)
     assert engine._graph is not None
     assert engine._graph.chain is None
-    completions = engine.generate(requests(temperature))
-    assert tokens_of(completions) == plain(temperature)
+    completions = engine.generate(requests(0.8))
+    assert tokens_of(completions) == plain(0.8)
     assert total(completions, "accepted") > 0.9 * total(completions, "drafted") > 50
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_short_drafts(model, plain, monkeypatch, depth, in_flight):
+def test_short_drafts(model, plain, monkeypatch, depth):
     """With a depth of 1 the step has one further layer and no further pass."""
     recorder = Recorder(monkeypatch)
     submitted = requests(COUPLED)
-    engine, head = engine_of(model, "mtp", in_flight, depth=depth)
+    engine, head = engine_of(model, "mtp", 1, depth=depth)
     completions = engine.generate(submitted)
     assert tokens_of(completions) == plain(COUPLED)
     assert total(completions, "accepted") > 0.8 * total(completions, "drafted") > 40
@@ -200,12 +187,11 @@ def test_short_drafts(model, plain, monkeypatch, depth, in_flight):
     assert recorder.are_right(head, model)
 
 
-@pytest.mark.parametrize("temperature", [0.8, COUPLED])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "temperature"), [*zip(KINDS, (0.8, COUPLED) * 2, strict=True)])
 def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch, kind, temperature):
     """Requests arrive at random, and some need the host, so that the executors alternate; so do the depth, and steps
     that draft and plain ones."""
-    on_device, eager = Recorder(monkeypatch), EagerRecorder(monkeypatch)
+    on_device, eager = Recorder(monkeypatch), networks.Recorder(monkeypatch)
     rng = np.random.default_rng(4)
     submitted = requests(temperature, 24, penalized=0.15)
     config = replace(CONFIG, watermark=0.0)
@@ -220,7 +206,7 @@ def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch,
             cancelled = engine.cancel(sequence_id)
             finished |= {} if cancelled is None else {sequence_id: cancelled}
         finished |= engine.step().finished
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
     assert engine.scheduler.preemptions > 0
     assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
     assert finished.keys() == added.keys()
@@ -256,8 +242,7 @@ def test_sequences_can_share_pages_that_the_device_filled(model, monkeypatch):
     assert recorder.are_right(head, model)
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "in_flight"), [*zip(KINDS, (0, 1) * 2, strict=True)])
 def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, monkeypatch, kind, in_flight):
     """Runs of plain steps begin and end at any place in a page."""
     recorder = Recorder(monkeypatch)
@@ -292,30 +277,25 @@ def test_pages_that_plain_steps_filled_can_be_shared(model, monkeypatch, kind, f
     assert recorder.are_right(head, model) == (fault is None)
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_the_head_does_not_run_if_no_request_wants_drafts(model, plain, monkeypatch, in_flight):
-    engine, head = engine_of(model, "mtp", in_flight)
+def test_the_head_does_not_run_if_no_request_wants_drafts(model, plain, monkeypatch):
+    engine, head = engine_of(model, "mtp", 1)
     monkeypatch.setattr(type(head), "forward", None)
     submitted = [replace(each, max_draft=0) for each in requests(0.8)]
     assert tokens_of(engine.generate(submitted)) == plain(0.8)
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_requests_choose_the_length_of_their_drafts(model, plain, in_flight):
+def test_requests_choose_the_length_of_their_drafts(model, plain):
     submitted = [replace(each, max_draft=index % 3) for index, each in enumerate(requests(COUPLED))]
     submitted[-1] = replace(submitted[-1], drafters=frozenset())
-    engine, _ = engine_of(model, "mtp", in_flight)
-    lengths = {}
-    result = engine._speculation.observe
+    engine, _ = engine_of(model, "mtp", 1)
+    longest = [0] * 8
 
-    def observe(found):
-        for each in each_of(found):
-            lengths.setdefault(each.sequence_id, set()).add(each.drafted)
-        result(found)
+    def observe(report):
+        for each in each_of(report.result):
+            longest[each.sequence_id] = max(longest[each.sequence_id], each.drafted)
 
-    engine._speculation.observe = observe
-    assert tokens_of(engine.generate(submitted)) == plain(COUPLED)
-    assert [max(lengths[index]) for index in range(8)] == [0, 1, 2, 0, 1, 2, 0, 0]
+    assert tokens_of(engine.generate(submitted, observe)) == plain(COUPLED)
+    assert longest == [0, 1, 2, 0, 1, 2, 0, 0]
 
 
 def test_with_a_step_in_flight_the_next_is_launched_before_it_is_read(model):
@@ -348,7 +328,7 @@ def test_a_step_reads_no_values(model_folder, kind, depth):
     with torch.inference_mode():
         for kind in (Kind(False, None, True), Kind(True, None, True), Kind(True, 32, True), Kind(True, None, False)):
             step._plan(np.full(4, longest - 1), np.zeros(4, int), kind)
-            assert step._step(kind)[0].shape == (4, RESULT_COLUMNS + 1 + 2 * depth)
+            assert step._step(kind)[0].shape == (4, FIRST_TOKEN + 1 + 2 * depth)
 
 
 def of_the_same_position(monkeypatch):

@@ -12,8 +12,6 @@ from engine.drafters.registry import KINDS, build_drafter
 from engine.drafters.tokens import NOT_STARTED
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
-from ssd.baselines.ngram import NgramDrafter
-from ssd.errors import UserError
 from tests.engine.drafters.kinds import config_of
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=4, kv_memory_mib=1)
@@ -56,17 +54,3 @@ def test_nothing_is_held(model, model_folder, draft_folders, corpus_file, kind, 
             engine.cancel(sequence_id)
         assert held(speculation.drafter) == set()
         assert not getattr(getattr(engine.drafter, "inner", None), "sequence_ids", ())
-
-
-def test_nothing_is_held_of_a_sequence_that_cannot_continue(model):
-    """Its adapter is needed again after a preemption, and cannot be read."""
-    with closing(build_engine(model, CONFIG, NgramDrafter())) as engine:
-        sequence_id = engine.add(Request(np.array([1, 2, 3], np.uint32), SamplingParams(max_tokens=20)))
-        engine.step()
-        scheduler = engine.scheduler
-        scheduler._preempt(scheduler.running[0])
-        scheduler.refused.append((scheduler.waiting.pop(), UserError("it cannot be read")))
-        report = engine.step()
-        assert report.refused == {sequence_id: "it cannot be read"}
-        assert set(scheduler.table.sequences) == {None}
-        assert held(engine._speculation.drafter) == set()

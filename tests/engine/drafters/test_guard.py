@@ -151,20 +151,6 @@ def new_sequence(sequence_id):
     return Sequence(sequence_id, Request(np.ones(1, np.uint32)), 8)
 
 
-def test_exceptions_are_contained_and_reported_once(caplog):
-    guarded = GuardedDrafter(Scripted(), VOCAB)
-    with caplog.at_level(logging.WARNING):
-        guarded.start(new_sequence(0))
-        assert len(guarded.propose(plan_of(2)).batch) == 2
-        guarded.observe(None)
-        guarded.finish(new_sequence(0), learn=True)
-        guarded.close()
-    assert guarded.failures.count == 3
-    [record] = caplog.records
-    assert "IndexError: pop from empty list" in record.getMessage()
-    caplog.clear()
-
-
 def test_a_drafter_that_fails_again_and_again_is_switched_off(caplog):
     """Failures with a success in between do not count. It still finishes what it has started, once."""
     working = [None] * 49 + [Drafts.empty(2)]
@@ -179,6 +165,7 @@ def test_a_drafter_that_fails_again_and_again_is_switched_off(caplog):
     assert guarded.failures.is_off
     assert guarded.failures.count == 98 + MAX_FAILURES
     first, last = (record.getMessage() for record in caplog.records)
+    assert "AttributeError: 'NoneType'" in first
     assert first.endswith("continuing without its drafts")
     assert "switched off until this process is restarted" in last
     assert f"({97 + MAX_FAILURES} failures since the last message)" in last

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.drafters.lookahead import LookaheadDrafter, LookaheadSizes, NgramPool, Trees, Window
+from engine.drafters.lookahead import LookaheadDrafter, NgramPool, Trees, Window
+from engine.drafters.options import LookaheadOptions
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
@@ -20,7 +21,7 @@ from tests.engine.forward import prompt_logits
 from tests.engine.steps import each_of
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=12, draft_shape="tree")
-SIZES = LookaheadSizes(window=4, ngram=4, candidates=3)
+SIZES = LookaheadOptions(window=4, ngram=4, candidates=3)
 
 
 class NaiveWindow:
@@ -73,7 +74,7 @@ def model_of(salt):
 def test_a_window_follows_its_naive_twin(seed):
     """Cases have any number of committed tokens, any room, and steps in which no extra rows run."""
     rng, predict = np.random.default_rng(seed), model_of(seed)
-    sizes = LookaheadSizes(window=int(rng.integers(2, 7)), ngram=int(rng.integers(2, 6)), candidates=3)
+    sizes = LookaheadOptions(window=int(rng.integers(2, 7)), ngram=int(rng.integers(2, 6)), candidates=3)
     text = rng.integers(0, 10, rng.integers(1, 12)).tolist()
     window, naive = Window(sizes, np.array(text, np.uint32)), NaiveWindow(sizes, text)
     for _ in range(12):
@@ -205,23 +206,3 @@ def test_rows_that_cannot_pay_are_left_out(model, monkeypatch, slope, pays):
     assert (SIZES.rows in extra) == pays
     assert extra == {0} or pays
     assert len(said) == (not pays)
-
-
-def test_sizes_can_be_given_as_options():
-    assert LookaheadSizes.of({"window": "9", "ngram": "3", "other": "x"}) == LookaheadSizes(window=9, ngram=3)
-    assert LookaheadSizes.of({}).rows == LookaheadDrafter(LookaheadSizes(), has_trees=True).needs.extra_rows
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": "x"}, "window must be a whole number, not 'x'"),
-        ({"window": "1"}, "window must be 2 to 64, not 1"),
-        ({"ngram": "1"}, "ngram must be 2 to 16, not 1"),
-        ({"candidates": "-1"}, "candidates must be a whole number"),
-        ({"candidates": "0"}, "candidates must be 1 to 64, not 0"),
-    ],
-)
-def test_sizes_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        LookaheadSizes.of(options)

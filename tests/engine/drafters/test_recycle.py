@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.drafters.calibration import AcceptanceTable
-from engine.drafters.recycle import EMPTY, RecycleDrafter, grow_trees
+from engine.drafters.recycle import EMPTY, GrownTrees, RecycleDrafter, Successors, grow_trees
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
+from ssd.acceptance import AcceptanceTable
 from ssd.baselines.none import NoDrafter
 from tests.engine.steps import each_of
 
@@ -56,12 +56,8 @@ def test_grown_trees_equal_those_of_a_heap(seed, is_path):
     rates = rng.random((2 * depths, 3)).astype(np.float32)
     last, rooms = rng.integers(0, vocab, count), rng.integers(0, 12, count)
     is_sampled = rng.integers(0, 2, count)
-    size = int(rooms.sum())
-    tokens, parents, lengths = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(count, np.int64)
-    accept_prob = np.zeros(size, np.float32)
-    total = grow_trees(
-        last, rooms, is_sampled, successors, scores, edges, rates, is_path, tokens, parents, accept_prob, lengths
-    )
+    grown = GrownTrees.empty(rooms)
+    total = grow_trees(last, rooms, is_sampled, Successors(successors, scores), edges, rates, is_path, grown)
     expected = []
     for index in range(count):
 
@@ -70,8 +66,8 @@ def test_grown_trees_equal_those_of_a_heap(seed, is_path):
             return float(rates[row, int((edges <= scores[token, rank]).sum())])
 
         expected.append(naive_tree(int(last[index]), int(rooms[index]), successors, probability, is_path))
-    assert lengths.tolist() == [len(nodes) for nodes in expected]
-    found = zip(tokens[:total].tolist(), parents[:total].tolist(), accept_prob[:total].tolist(), strict=True)
+    assert grown.lengths.tolist() == [len(nodes) for nodes in expected]
+    found = zip(*(column[:total].tolist() for column in grown[:3]), strict=True)
     assert list(found) == [node for nodes in expected for node in nodes]
 
 
@@ -128,13 +124,13 @@ class Checked(RecycleDrafter):
                 assert each.top_tokens[np.append(0, 1 + each.kept)[-1], 0] == each.tokens[each.accepted]
         self.naive.observe(result)
         self.steps += 1
-        known = np.flatnonzero(self._successors[:, 0] != EMPTY)
+        known = np.flatnonzero(self._table.tokens[:, 0] != EMPTY)
         assert set(known.tolist()) == self.naive.rows.keys()
         for token in known.tolist():
             tokens, scores = zip(*self.naive.rows[token], strict=True)
-            assert self._successors[token].tolist() == list(tokens)
-            np.testing.assert_allclose(self._scores[token], scores, rtol=1e-5)
-        np.testing.assert_allclose(self._table.rates, self.naive.table.rates, rtol=1e-5)
+            assert self._table.tokens[token].tolist() == list(tokens)
+            np.testing.assert_allclose(self._table.scores[token], scores, rtol=1e-5)
+        np.testing.assert_allclose(self._acceptance.rates, self.naive.table.rates, rtol=1e-5)
 
 
 def requests(count, **given):
@@ -180,4 +176,4 @@ def test_only_requests_that_may_be_learned_change_the_table(model, learn):
     drafter = RecycleDrafter(model.config.vocab_size, has_trees=True)
     prompt = np.array([5, 6, 7], np.uint32)
     build_engine(model, CONFIG, drafter).generate([Request(prompt, SamplingParams(max_tokens=5), learn=learn)])
-    assert (drafter._successors != EMPTY).any() == learn
+    assert (drafter._table.tokens != EMPTY).any() == learn

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from drafter_service.client.replica import ReplicaClient
+from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import SHAPES
+from engine.drafters.options import LookaheadOptions, read_options
 from engine.drafters.registry import KINDS, build_drafter, check_kind, configure, describe_kinds, parse_kinds
 from ssd.base import LONG_PROMPT
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.drafter_service.fake_server import FakeService, fake_server_thread
+from tests.drafter_service.raw import eventually
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
 
 CONFIG = DrafterConfig(capacity=5000)
@@ -52,22 +55,43 @@ def test_a_third_party_class_is_imported_and_gets_the_options():
     assert config.options == {"width": "7"}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("eagle9", "unknown drafter 'eagle9'; give none, ngram, ssd"),
-        ("", "unknown drafter ''"),
-        (":Class", "unknown drafter ':Class'"),
-        ("ssd+ssd", "each drafter may appear once, and `none` cannot be combined"),
-        ("ssd+none", "each drafter may appear once, and `none` cannot be combined"),
-        ("ssd+other", "unknown drafter 'other'"),
-        ("no_such_module:Class", "--drafter no_such_module:Class: No module named 'no_such_module'"),
-        (f"{__name__}:Absent", "has no Absent"),
-    ],
-)
-def test_unknown_drafters_are_refused(name, message):
+REFUSED = [
+    ("eagle9", {}, "unknown drafter 'eagle9'; give none, ngram, ssd"),
+    ("", {}, "unknown drafter ''"),
+    (":Class", {}, "unknown drafter ':Class'"),
+    ("ssd+ssd", {}, "each drafter may appear once, and `none` cannot be combined"),
+    ("ssd+none", {}, "each drafter may appear once, and `none` cannot be combined"),
+    ("ssd+other", {}, "unknown drafter 'other'"),
+    ("no_such_module:Class", {}, "--drafter no_such_module:Class: No module named 'no_such_module'"),
+    (f"{__name__}:Absent", {}, "has no Absent"),
+    ("ssd", {"depth": "8"}, "the drafter ssd has no option depth; give capacity, "),
+    ("ssd", {"match_depth": "x"}, "match_depth must be a whole number, not 'x'"),
+    ("ssd", {"match_depth": "1000"}, "match_depth must be 1 to 64, not 1000"),
+    ("ssd", {"max_draft": "8"}, "give --max-draft instead"),
+    ("ngram", {"longest": "8"}, "the drafter ngram has no option longest; it has no options"),
+    ("lookahead", {"window": "x"}, "window must be a whole number, not 'x'"),
+    ("lookahead", {"window": "1"}, "window must be 2 to 64, not 1"),
+    ("lookahead", {"ngram": "1"}, "ngram must be 2 to 16, not 1"),
+    ("lookahead", {"candidates": "0"}, "candidates must be 1 to 64, not 0"),
+    ("mtp", {"depth": "0"}, "depth must be a whole number from 1, not 0"),
+    ("ssd-remote", {"drafting": "here"}, "drafting must be 'sidecar' or 'replica', not 'here'"),
+    *(("ssd-remote", {"deadline_s": text}, "deadline_s must be a number") for text in ("-1", "inf", "soon")),
+    ("rest", {}, "--drafter rest: it needs a corpus; give --drafter-option path=SNAPSHOT"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_names_and_options_that_cannot_be_used_are_refused(model_folder, draft_folders, name, options, message):
+    """Most of them before the target is loaded."""
+
+    def build():
+        config = configure(name, CONFIG, options)
+        for kind in parse_kinds(name):
+            check_kind(kind, config, draft_folders.get(kind), model_folder)
+        build_drafter(name, config)
+
     with pytest.raises(UserError, match=message):
-        build_drafter(name, CONFIG)
+        build()
 
 
 def test_combinations_are_parsed():
@@ -76,25 +100,11 @@ def test_combinations_are_parsed():
 
 
 def test_options_set_fields_of_the_configuration():
-    given = {"match_depth": "8", "refresh_interval_s": "0.5"}
-    config = configure("ssd+mtp", CONFIG, {**given, "depth": "3"})
-    assert config.options == {"depth": "3"}
-    assert (config.match_depth, config.refresh_interval_s) == (8, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "option", "message"),
-    [
-        ("ssd", {"depth": "8"}, "the drafter ssd has no option depth; give capacity, "),
-        ("ssd", {"match_depth": "x"}, "match_depth must be a number, not 'x'"),
-        ("ssd", {"match_depth": "1000"}, "match_depth must be 1 to 64, not 1000"),
-        ("ssd", {"max_draft": "8"}, "give --max-draft instead"),
-        ("ngram", {"longest": "8"}, "the drafter ngram has no option longest; it has no options"),
-    ],
-)
-def test_invalid_options_are_refused(kind, option, message):
-    with pytest.raises(UserError, match=message):
-        configure(kind, CONFIG, option)
+    given = {"match_depth": "8", "refresh_interval_s": "0.5", "cost": "0.1"}
+    config = configure("ssd+lookahead", CONFIG, {**given, "window": "9"})
+    assert config.options == {"window": "9"}
+    assert read_options(LookaheadOptions, config.options) == LookaheadOptions(window=9)
+    assert (config.match_depth, config.refresh_interval_s, config.cost) == (8, 0.5, 0.1)
 
 
 def test_the_table_imports_no_pytorch():
@@ -117,21 +127,22 @@ def test_a_sidecar_drafts_the_shape_that_the_engine_verifies(socket_address, sha
     assert SHAPES[service.requests[0].hello.draft_shape] == shape
 
 
+def test_the_namespace_of_a_sidecar_is_told_and_can_be_given(socket_address):
+    told, warned = [], []
+    service = FakeService(held=pb.Held(other="b", other_tokens=7))
+    config = configure("ssd-remote", CONFIG, {"namespace": "a"})
+    with fake_server_thread(socket_address, service):
+        drafter = build_drafter("ssd-remote", config, address=socket_address, notify=told.append, warn=warned.append)
+        eventually(lambda: warned)
+        drafter.close()
+    assert told == ["drafts come from the namespace a (0 tokens)"]
+    assert "namespace b holds 7 tokens" in warned[0]
+    assert warned[0].endswith("give --drafter-option namespace=b")
+
+
 def test_drafts_of_a_replica_are_an_option(socket_address, server, tmp_path):
-    config = configure("ssd-remote", CONFIG, {"drafting": "replica", "deadline_s": "1"})
+    config = configure("ssd-remote", CONFIG, {"drafting": "replica", "deadline_s": "0"})
     check_kind("ssd-remote", config, None, tmp_path)
     drafter = build_drafter("ssd-remote", config, address=socket_address)
     assert isinstance(drafter, ReplicaClient)
     drafter.close()
-    config = configure("ssd-remote", CONFIG, {"drafting": "here"})
-    with pytest.raises(UserError, match="drafting must be 'sidecar' or 'replica', not 'here'"):
-        check_kind("ssd-remote", config, None, tmp_path)
-
-
-def test_the_deadline_of_a_sidecar_is_an_option(tmp_path):
-    for text in ("0.25", "0"):
-        check_kind("ssd-remote", configure("ssd-remote", CONFIG, {"deadline_s": text}), None, tmp_path)
-    for text in ("-1", "inf", "soon"):
-        config = configure("ssd-remote", CONFIG, {"deadline_s": text})
-        with pytest.raises(UserError, match=f"deadline_s must be a number of seconds, not '{text}'"):
-            check_kind("ssd-remote", config, None, tmp_path)

@@ -9,7 +9,6 @@ import pytest
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter, check_kind, configure
-from engine.drafters.rest import check_snapshot
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
@@ -49,6 +48,7 @@ def test_snapshots_keep_their_capacity_and_match_depth(tmp_path):
     ("content", "message"),
     [
         (None, "No such file"),
+        ("folder", "Is a directory"),
         (b"", "is empty"),
         (b"def add(left, right):\n    return left + right\n" * 10, "is not a snapshot"),
         (b"SSDSNAP\nnothing", "corpus.ssd"),
@@ -56,7 +56,9 @@ def test_snapshots_keep_their_capacity_and_match_depth(tmp_path):
 )
 def test_unusable_files_are_refused_before_the_target_is_loaded(tmp_path, model_folder, content, message):
     path = tmp_path / "corpus.ssd"
-    if content is not None:
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
         path.write_bytes(content)
     config = configure("rest", DrafterConfig(), {"path": str(path)})
     with pytest.raises(UserError, match=message) as problem:
@@ -69,13 +71,6 @@ def test_a_snapshot_of_another_vocabulary_is_refused(tmp_path, model_folder):
     path = saved_snapshot(tmp_path / "corpus.ssd", [[5, VOCAB]])
     with pytest.raises(UserError, match=f"has the token id {VOCAB}"):
         check_kind("rest", configure("rest", DrafterConfig(), {"path": str(path)}), None, model_folder)
-
-
-def test_a_folder_and_a_missing_path_are_refused(tmp_path, model_folder):
-    with pytest.raises(UserError, match="Is a directory"):
-        check_snapshot(tmp_path, VOCAB)
-    with pytest.raises(UserError, match="--drafter rest: it needs a corpus; give --drafter-option path=SNAPSHOT"):
-        check_kind("rest", DrafterConfig(), None, model_folder)
 
 
 def requests(temperature):

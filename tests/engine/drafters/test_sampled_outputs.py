@@ -101,11 +101,10 @@ def test_outputs_have_the_targets_distribution(target, folders, kind):
     assert fits(target, outputs)
 
 
-# Paths, where rejection sampling is used, with a drafter whose tokens are rejected more often. Exact verification gives
+# Paths, where rejection sampling is used, with a drafter whose tokens are rejected more often. Other verification gives
 # the tokens of plain decoding, which other tests compare one by one.
-@pytest.mark.parametrize(("shape", "kind"), [("path", "mtp"), ("tree", "self-int8")])
-def test_small_deviations_from_the_targets_distribution_are_excluded(target, folders, shape, kind):
-    assert fits(target, run(target, folders, kind, shape, sampled_requests(100_000, "rejection")))
+def test_small_deviations_from_the_targets_distribution_are_excluded(target, folders):
+    assert fits(target, run(target, folders, "mtp", "path", sampled_requests(100_000, "rejection")))
 
 
 @pytest.fixture

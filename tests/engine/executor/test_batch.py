@@ -96,10 +96,3 @@ def test_build_batch_equals_a_loop_over_tokens(seed):
         is_path = not len(entry.extra) and (entry.tree is None or ancestors(entry)[-1] == [*range(len(entry.draft))])
         nodes = [] if is_path else ancestors(entry)
         assert [np.flatnonzero(row).tolist() for row in DraftTree(span.parents).sees] == nodes
-    chosen = np.flatnonzero(rng.random(len(entries)) < 0.5)
-    part = batch.take(chosen)
-    assert part.tokens.tolist() == batch.tokens[batch.rows_of(chosen)].tolist()
-    for own, index in zip(spans_of(part), chosen.tolist(), strict=True):
-        whole = list(spans_of(batch))[index]
-        assert (own.length, own.computed, own.pages) == (whole.length, whole.computed, whole.pages)
-        assert own.parents.tolist() == whole.parents.tolist()

@@ -9,10 +9,9 @@ import torch
 from engine.attention.base import StepShape
 from engine.attention.flashinfer import FlashInferAttention, FusedOps
 from engine.attention.plain import PlainAttention
-from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, Kind
+from engine.executor.device_state import DeviceState, PaddedDrafts
+from engine.executor.fixed_step import FixedStep, Kind
 from engine.executor.kernels.inputs import build_inputs
-from engine.executor.kernels.tensors import Drafts
 from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid, doubled
 from engine.executor.transfer import CopyStream
@@ -25,7 +24,7 @@ from tests.engine.conftest import VOCAB
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.steps import batch_of
-from tests.engine.tables import give_pages, install
+from tests.engine.tables import install
 
 PAGES, LONGEST, MAX_DRAFT = 40, 200, 6
 GREEDY = Kind(samples=False, max_ranked=None)
@@ -93,7 +92,7 @@ def fixed_logits(runner, state, sequences, batch, spare, slack):
     for row, sequence in zip(tokens, sequences, strict=False):
         row[: len(sequence.draft)] = sequence.draft
     lengths = torch.tensor([*(len(one.draft) for one in sequences), *[0] * padding], dtype=torch.int32, device=device)
-    drafts = Drafts(torch.from_numpy(tokens).to(device), lengths)
+    drafts = PaddedDrafts(torch.from_numpy(tokens).to(device), lengths)
     starts = torch.tensor(np.cumsum([0, *widths]), dtype=torch.int32, device=device)
     inputs = build_inputs(state, slots, drafts, starts, shape.rows, PAGE_SIZE)
     with torch.inference_mode():
@@ -121,82 +120,21 @@ def test_padded_steps_give_the_logits_of_ragged_steps(wide_folder, backend, seed
         torch.testing.assert_close(padded, expected, atol=atol, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["plain", "flashinfer"])
-def test_lengths_are_read_from_the_device(wide, backend, monkeypatch):
-    """Larger bounds do not change logits; different lengths on the device do."""
-    rng = np.random.default_rng(1)
-    runner = runner_of(wide, backend, monkeypatch)
-    sequences = decoding(rng, 3, most_draft=0)
-    fill(runner, sequences)
-    state = state_of(sequences)
-    right = fixed_logits(runner, state, sequences, 4, 0, 30)
-    state.lengths[0] -= 1
-    wrong = fixed_logits(runner, state, sequences, 4, 0, 30)
-    assert not torch.allclose(right[0], wrong[0], atol=1e-3)
-    torch.testing.assert_close(right[1:], wrong[1:])
+EXPERTS = ExpertsConfig(8, 2, 32, (0, 1), shared_size=16, groups=4, groups_kept=2, has_correction=True)
+DENSE = ModelConfig(300, 64, 96, 2, 4, 2, 16, 512)
 
 
-def host_inputs(step, sequences):
-    """Inputs for sequences whose text the host knows; each has the slot of its index."""
-    inputs = step.empty_inputs()
-    for slot, entry in enumerate(sequences):
-        size = len(entry.draft)
-        inputs.table[slot, : INPUT_COLUMNS + size] = slot, 1 + size, *entry.draft
-        inputs.contexts[slot] = entry.computed
-    return inputs
-
-
-def test_a_step_verifies_and_commits(model, monkeypatch):
-    rng = np.random.default_rng(2)
-    runner = runner_of(model, "plain", monkeypatch)
-    sequences = decoding(rng, 3)
-    fill(runner, sequences)
-    # The first draft is right, the second is wrong, the third is empty.
-    draft = []
-    for _ in range(4):
-        trial = sequence_of(sequences[0].sequence.tokens, range(30, 38), draft=draft)
-        draft.append(int(runner.forward(batch_of([trial], PAGE_SIZE))[-1].argmax()))
-    fill(runner, sequences)
-    sequences[0].draft = np.array(draft, np.uint32)
-    sequences[1].draft = np.full(4, 299, np.uint32)
-    sequences[2].draft = np.empty(0, np.uint32)
-    for sequence in sequences:
-        number = sequence.sequence.sequence_id
-        added = range(30 + 2 * number, 32 + 2 * number)
-        give_pages(sequence.sequence, [*sequence.sequence.pages, *added])
-    state = state_of(sequences)
-    shape = StepShape(4, 20, 1 + MAX_DRAFT, state.page_tables.shape[1])
-    step = FixedStep(runner.fixed(shape), state, shape, PAGE_SIZE, CopyStream(CPU))
-    results = step.run(host_inputs(step, sequences), GREEDY).results.read()
-    assert results[:, 0].tolist() == [5, 1, 1, 0]
-    assert results[:, 1].tolist() == [4, 4, 0, 0]
-    assert results[0, 2:6].tolist() == draft
-    for slot, (entry, (count, _, *tokens)) in enumerate(zip(sequences, results.tolist(), strict=False)):
-        length = len(entry.sequence)
-        assert int(state.lengths[slot]) == length + count
-        assert state.history[slot, length : length + count].tolist() == tokens[:count]
-
-
-@pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32)])
-def test_a_step_reads_no_values(model_folder, kind):
+@pytest.mark.parametrize(
+    ("config", "dtype", "kind"),
+    [
+        *((DENSE, torch.float32, kind) for kind in (GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32))),
+        (replace(DENSE, experts=EXPERTS), torch.bfloat16, GREEDY),
+        (replace(DENSE, num_kv_heads=1, latent=LatentConfig(24, 32, 8, 12)), torch.float32, GREEDY),
+    ],
+)
+def test_a_step_reads_no_values(config, dtype, kind):
     """A step runs on tensors without values, so it can be captured."""
-    run_without_values(load_model(model_folder), kind)
-
-
-def test_a_step_with_experts_reads_no_values():
-    experts = ExpertsConfig(8, 2, 32, (0, 1), shared_size=16, groups=4, groups_kept=2, has_correction=True)
-    config = ModelConfig(300, 64, 96, 2, 4, 2, 16, 512, experts=experts)
-    run_without_values(Decoder(config).to(torch.bfloat16), GREEDY)
-
-
-def test_a_step_with_latent_attention_reads_no_values():
-    config = ModelConfig(300, 64, 96, 2, 4, 1, 16, 512, latent=LatentConfig(24, 32, 8, 12))
-    run_without_values(Decoder(config), GREEDY)
-
-
-def run_without_values(model, kind):
-    model = model.to("meta")
-    dtype = model.embedding.weight.dtype
+    model = Decoder(config).to(dtype).to("meta")
     attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, dtype, "meta")
     shape = StepShape(4, 20, 1 + MAX_DRAFT, 13)
     forward = Runner(model, attention, "meta").fixed(shape)

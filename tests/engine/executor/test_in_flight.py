@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.registry import DEFAULT_ADDRESS, build_drafter
+from engine.drafters.options import DEFAULT_ADDRESS
+from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.baselines.none import NoDrafter
-from ssd.budget.token_budget import StepPrice
 from ssd.config import DrafterConfig
 from tests.engine.chain import MODEL, VOCAB, answer, chain_engine
 from tests.engine.drafters.kinds import WITHOUT_WEIGHTS, config_of, target_of
-from tests.engine.test_core import CONFIG, ScriptedDrafter, outputs, requests
+from tests.engine.integrity import check_integrity
+from tests.engine.steps import AllTokens
+from tests.engine.test_core import CONFIG, outputs, requests
+from tests.engine.trees import ScriptedDrafter
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +32,8 @@ def plain(model):
 
 
 @pytest.fixture
-def make_drafter(request, monkeypatch):
+def make_drafter(request):
     """A function that builds a drafter by its kind and the target's configuration, and a sidecar if it needs one."""
-    monkeypatch.setattr("engine.drafters.registry.REMOTE_DEADLINE_S", 30.0)  # for busy machines
 
     def make(kind, model):
         address = DEFAULT_ADDRESS
@@ -39,13 +41,14 @@ def make_drafter(request, monkeypatch):
             request.getfixturevalue("server")
             address = request.getfixturevalue("socket_address")
         config = config_of(kind, request.getfixturevalue("corpus_file"), capacity=10_000, max_draft=13)
+        if kind == "ssd-remote":
+            config = replace(config, options={"deadline_s": "30"})  # for busy machines
         return build_drafter(kind, config, target_of(model), address=address, warn=pytest.fail)
 
     return make
 
 
-@pytest.mark.parametrize("in_flight", [None, 1])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "in_flight"), [(0.0, 1), (1.0, None)])
 @pytest.mark.parametrize("kind", WITHOUT_WEIGHTS)
 def test_outputs_do_not_depend_on_drafter_batch_or_executor(model, plain, make_drafter, kind, temperature, in_flight):
     config, submitted = replace(CONFIG, in_flight=in_flight), requests(6, temperature=temperature)
@@ -59,8 +62,7 @@ def test_outputs_do_not_depend_on_drafter_batch_or_executor(model, plain, make_d
         assert sum(completion.accepted for completion in again) > 50
 
 
-@pytest.mark.parametrize("kind", WITHOUT_WEIGHTS)
-@pytest.mark.parametrize("in_flight", [None, "any"])
+@pytest.mark.parametrize(("kind", "in_flight"), [("ssd", None), *((kind, "any") for kind in WITHOUT_WEIGHTS)])
 def test_workloads_with_cancellations_and_preemptions_with_every_drafter(make_drafter, kind, in_flight):
     """None: the eager executor. `any`: the graph executor with 0 or 1 steps in flight, at random."""
     rng = np.random.default_rng(7)
@@ -80,7 +82,7 @@ def test_workloads_with_cancellations_and_preemptions_with_every_drafter(make_dr
                 if cancelled is not None:
                     finished[sequence_id] = cancelled
             finished.update(engine.step().finished)
-            engine.scheduler.check_integrity()
+            check_integrity(engine.scheduler)
         while engine.scheduler.has_work:
             finished.update(engine.step().finished)
         assert engine.scheduler.preemptions > 0
@@ -188,7 +190,7 @@ def test_no_step_is_launched_ahead_with_zero_steps_in_flight():
     assert events == ["launch", "read"] * TOKENS
 
 
-class Pauses:
+class Pauses(AllTokens):
     """A selection that verifies all tokens, and pauses for four committed steps after every third with drafts."""
 
     def __init__(self):
@@ -196,12 +198,6 @@ class Pauses:
 
     def admits(self, plan):
         return self.drafted < 3
-
-    def price(self, plan):
-        return StepPrice(100.0, 0.03)
-
-    def select(self, plan, drafts, usable):
-        return usable
 
     def record(self, plan, accepted, committed, seconds):
         assert seconds > 0

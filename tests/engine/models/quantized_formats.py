@@ -63,6 +63,13 @@ FORMATS = {
         is_packed=True,
         is_symmetric=False,
     ),
+    "DeepSeek's fp8": Format(
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 40]},
+        (16, 40),
+        is_float=True,
+        scales="weight_scale_inv",
+        scale_dtype=torch.float32,
+    ),
     "vLLM's fp8": Format(
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         (0, 0),

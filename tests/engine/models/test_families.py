@@ -10,8 +10,6 @@ from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.engine import build_engine
 from engine.executor.runner import Runner
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES as SUPPORTED
 from engine.models.folders import read_json
 from engine.models.hf_config import config_from_hf, config_to_hf
@@ -24,34 +22,17 @@ from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.damage import edit_json
+from tests.engine.drafters.toy import attend_densely
 from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
+from tests.engine.models.test_rope import rope
 from tests.engine.steps import batch_of
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
-
+LLAMA3 = rope("llama3", 500.0, 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
+YARN = rope("yarn", 500.0, 4.0, 128)
 QWEN3_EXPERTS = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-DEEPSEEK = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
-    "n_group": 4,
-    "topk_group": 2,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 12}
+DEEPSEEK = {**ROUTED, **LATENT, "num_key_value_heads": 4, "tie_word_embeddings": False}
 
 # Shapes of every entry of `engine.models.families.FAMILIES`.
 FAMILIES = {
@@ -59,8 +40,8 @@ FAMILIES = {
     "llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
     "llama 3.1": {"rope_parameters": LLAMA3},
     "llama with biases": {"attention_bias": True, "mlp_bias": True},
-    "llama, linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
-    "llama, dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}},
+    "llama, linear rope": {"rope_parameters": rope("linear", 500.0, 4.0)},
+    "llama, dynamic rope": {"rope_parameters": rope("dynamic", 500.0, 4.0)},
     "mistral": {"family": "mistral", "sliding_window": None, "tie_word_embeddings": False},
     "mistral with a wide window": {"family": "mistral", "sliding_window": 512},
     "mistral with wide heads": {"family": "mistral", "sliding_window": None, "head_dim": 32},
@@ -79,8 +60,6 @@ FAMILIES = {
 }
 TOKENS = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(1))
 
-families = pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES.keys())
-
 
 def test_every_family_has_a_shape():
     """MiMo, which transformers lacks, is tested with its MTP layers."""
@@ -93,22 +72,31 @@ def transformers_logits(model, tokens=TOKENS):
         return model(tokens[None]).logits[0].float()
 
 
-@families
-def test_logits_equal_those_of_transformers(tmp_path, shape):
-    """Weights in one file and in shards, packed and not."""
-    reference = make_folder(tmp_path / "whole", vary=0.3, **shape)
-    make_folder(tmp_path / "shards", vary=0.3, max_shard_size="50KB", **shape)
-    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
-    expected = transformers_logits(reference)
-    for model in (
-        load_model(tmp_path / "whole"),
-        load_model(tmp_path / "shards"),
-        pack(load_model(tmp_path / "whole")),
-    ):
+@pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES.keys())
+def case(request, tmp_path_factory):
+    """A folder of each shape, and transformers' logits."""
+    folder = tmp_path_factory.mktemp("model")
+    return folder, transformers_logits(make_folder(folder, vary=0.3, **request.param))
+
+
+def test_logits_equal_those_of_transformers(case):
+    folder, expected = case
+    for model in (load_model(folder), pack(load_model(folder))):
         assert (prompt_logits(model, TOKENS.numpy()) - expected).abs().max() < 1e-4
 
 
-@families
+def test_transformers_loads_a_saved_model(case, tmp_path):
+    folder, expected = case
+    model = load_model(folder)
+    save_model(model, tmp_path, read_json(folder / "config.json"), dtype=torch.float32)
+    assert load_config(tmp_path) == model.config
+    if model.config.experts is None and model.config.latent is None:
+        assert config_from_hf(config_to_hf(model.config, "float32")) == model.config
+    found = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES.keys())
 def test_bfloat16_logits_have_the_same_direction(tmp_path, shape):
     make_folder(tmp_path, vary=0.3, **{**shape, "initializer_range": 0.1})
     expected = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
@@ -141,24 +129,6 @@ def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype):
         assert torch.equal(one_by_one.forward(step)[0], within_draft[length - 250])
 
 
-@families
-def test_transformers_loads_a_saved_model(tmp_path, shape):
-    make_folder(tmp_path / "made", vary=0.3, **shape)
-    model = load_model(tmp_path / "made")
-    save_model(model, tmp_path / "saved", read_json(tmp_path / "made" / "config.json"), dtype=torch.float32)
-    assert load_config(tmp_path / "saved") == model.config
-    if model.config.experts is None and model.config.latent is None:
-        assert config_from_hf(config_to_hf(model.config, "float32")) == model.config
-    expected = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
-    assert (prompt_logits(model, TOKENS.numpy()) - expected).abs().max() < 1e-4
-
-
-def test_a_decoder_with_random_weights_needs_no_folder():
-    """Benchmarks of shapes build models this way."""
-    config = ModelConfig(VOCAB, 64, 96, 2, 4, 2, 16, 512, qkv_bias=True, qk_norm=True)
-    assert prompt_logits(Decoder(config).eval(), TOKENS.numpy()).isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("shape", "context"),
     [
@@ -189,12 +159,12 @@ def test_within_a_sliding_window_attention_is_full(tmp_path):
     assert difference[:-1].max() < 1e-4 < difference[-1].max()
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}])
-def test_both_rope_formats_give_the_same_config(tmp_path, rope):
-    make_folder(tmp_path, rope_parameters=rope)
+@pytest.mark.parametrize("fields", [LLAMA3, YARN, rope("linear", 500.0, 4.0)])
+def test_both_rope_formats_give_the_same_config(tmp_path, fields):
+    make_folder(tmp_path, rope_parameters=fields)
     expected = load_config(tmp_path)
-    older = {("type" if name == "rope_type" else name): value for name, value in rope.items() if name != "rope_theta"}
-    edit_json(tmp_path / "config.json", rope_parameters=None, rope_theta=rope["rope_theta"], rope_scaling=older)
+    older = {("type" if name == "rope_type" else name): value for name, value in fields.items() if name != "rope_theta"}
+    edit_json(tmp_path / "config.json", rope_parameters=None, rope_theta=fields["rope_theta"], rope_scaling=older)
     assert load_config(tmp_path) == expected
 
 
@@ -234,11 +204,6 @@ class OverwritingOps(Ops):
         return residual, change
 
 
-def attend_causally(layer, query, key, value):
-    heads = (part.transpose(0, 1) for part in (query, key, value))
-    return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1)
-
-
 @pytest.fixture
 def tokens():
     return torch.arange(1, 30) * 7 % VOCAB
@@ -253,7 +218,7 @@ def test_hidden_states_are_those_of_transformers(model, model_folder, tokens, op
     reference.model.layers[-1].register_forward_hook(lambda _, __, output: outputs.append(output))
     reference(tokens[None])
     before_norm = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
-    normed, states = model.hidden_states(tokens, torch.arange(len(tokens)), attend_causally, ops, layers=(2, 0, 1))
+    normed, states = model.hidden_states(tokens, torch.arange(len(tokens)), attend_densely, ops, layers=(2, 0, 1))
     for index, state in enumerate((before_norm, expected[0], expected[1])):
         torch.testing.assert_close(states[:, index], state[0] if state.ndim == 3 else state, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(normed, expected[-1][0], rtol=1e-4, atol=1e-4)
@@ -262,14 +227,14 @@ def test_hidden_states_are_those_of_transformers(model, model_folder, tokens, op
 @torch.inference_mode()
 def test_asking_for_hidden_states_changes_no_output(model, tokens):
     positions = torch.arange(len(tokens))
-    plain = model(tokens, positions, attend_causally)
-    normed, states = model.hidden_states(tokens, positions, attend_causally, layers=range(3))
+    plain = model(tokens, positions, attend_densely)
+    normed, states = model.hidden_states(tokens, positions, attend_densely, layers=range(3))
     assert torch.equal(normed, plain)
     assert states.shape == (len(tokens), 3, model.config.hidden_size)
-    assert model.hidden_states(tokens, positions, attend_causally)[1].shape == (len(tokens), 0, 64)
+    assert model.hidden_states(tokens, positions, attend_densely)[1].shape == (len(tokens), 0, 64)
 
 
 @pytest.mark.parametrize("layer", [-1, 3])
 def test_layers_that_do_not_exist_are_refused(model, tokens, layer):
     with pytest.raises(ValueError, match="after layers 0 to 2"):
-        model.hidden_states(tokens, torch.arange(len(tokens)), attend_causally, layers=(1, layer))
+        model.hidden_states(tokens, torch.arange(len(tokens)), attend_densely, layers=(1, layer))

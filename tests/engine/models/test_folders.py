@@ -1,6 +1,7 @@
 """Folders of models: names on a fake hub, since tests have no network, and recommended sampling parameters."""
 
 import json
+import shutil
 
 import huggingface_hub
 import pytest
@@ -10,7 +11,7 @@ from huggingface_hub.file_download import repo_folder_name
 from transformers import GenerationConfig
 
 from drafter_service.client.identity import model_identity
-from drafter_service.server.requests import default_namespace
+from drafter_service.server.naming import default_name
 from engine.models import folders as hub_module
 from engine.models.folders import FILES, GenerationDefaults, find_model, load_generation_defaults
 from engine.models.loader import load_model
@@ -67,7 +68,7 @@ def test_a_hub_name_is_downloaded(tmp_path, hub):
     assert hub.downloaded == ("owner/Name-1.5B", FILES)
 
 
-def test_the_drafter_namespace_is_named_after_the_hub_name(tmp_path, monkeypatch):
+def test_a_folder_in_the_hubs_cache_has_the_namespace_of_a_copy(tmp_path, monkeypatch):
     """The namespace is found from the library's cache layout, without a network."""
     make_folder(folder := tmp_path / repo_folder_name(repo_id="owner/Name-1.5B", repo_type="model") / "snapshots" / "0")
     refs = folder.parents[1] / "refs"
@@ -78,7 +79,8 @@ def test_the_drafter_namespace_is_named_after_the_hub_name(tmp_path, monkeypatch
     assert find_model("owner/Name-1.5B") == folder
     identity = model_identity(find_model("owner/Name-1.5B"))
     assert identity.name == "owner/Name-1.5B"
-    assert default_namespace(identity).startswith("Name-1.5B-")
+    shutil.copytree(folder, copy := tmp_path / "copy")
+    assert default_name(identity) == default_name(model_identity(copy))
 
 
 @pytest.mark.parametrize("name", ["missing", "./owner/name", "../name", "/owner/name", "a/b/c", "owner/", ".hidden/x"])

@@ -13,6 +13,7 @@ from benchmarks.support.gguf_model import in_rotary_order, write_gguf
 from drafter_service.client.chat_template import load_chat_template
 from drafter_service.client.gguf import SPLITTINGS
 from drafter_service.client.identity import model_identity, vocabulary_fingerprint
+from drafter_service.client.tokenizer import TextTokenizer, load_tokenizer
 from drafter_service.plugins.settings import identity_of
 from engine.commands.prompts import read_texts
 from engine.models.gguf_model import GgufTensors
@@ -23,7 +24,7 @@ from engine.models.tokenizer import Tokenizer
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 from tests.engine.forward import prompt_logits
-from tests.engine.models.test_families import TOKENS, transformers_logits
+from tests.engine.models.test_families import TOKENS, YARN, transformers_logits
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -39,7 +40,6 @@ def add_yarn(writer):
     writer.add_rope_scaling_orig_ctx_len(128)
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 FAMILIES = {
     "llama 2": ({"num_key_value_heads": 4, "tie_word_embeddings": False}, None),
     "llama 3.1": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3}}, add_rope_factors),
@@ -109,11 +109,13 @@ def test_part_of_a_weight_is_that_part_of_the_whole(tmp_path, model_folder):
 
 
 def test_tokens_are_those_of_the_folder(tmp_path, model_folder):
-    ours, folders = Tokenizer(written(model_folder, tmp_path / "model.gguf")), Tokenizer(model_folder)
+    file = written(model_folder, tmp_path / "model.gguf")
+    ours, folders, of_warm = Tokenizer(file), Tokenizer(model_folder), TextTokenizer(file)
     for text in [*read_texts(SHIPPED_MODEL / "prompts.jsonl"), "naïve 🦄  \t x<|endoftext|>y"]:
         ids = ours.encode(text)
         assert np.array_equal(ids, folders.encode(text))
         assert ours.decode(ids) == folders.decode(ids)
+        assert np.array_equal(of_warm.encode([text])[0], ids)
     assert ours.tokens() == folders.tokens()
 
 
@@ -129,7 +131,7 @@ def test_tokens_are_those_of_the_folder(tmp_path, model_folder):
 )
 def test_words_are_split_as_the_name_of_the_pre_tokenizer_says(tmp_path, model_folder, name, text, words):
     assert name in SPLITTINGS
-    tokenizer = Tokenizer(written(model_folder, tmp_path / "model.gguf", pre=name))._tokenizer
+    tokenizer = load_tokenizer(written(model_folder, tmp_path / "model.gguf", pre=name))
     assert [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words.split()
 
 
@@ -232,32 +234,30 @@ def other_factors(writer):
     add_rope_factors(writer, scaling=Llama3(8.0, 1.0, 2.0, 8192))
 
 
-REFUSALS = {
-    "another architecture": (setting("general.architecture", "gemma3"), "'gemma3', which .* llama, qwen2, qwen3"),
-    "experts": (setting("llama.expert_count", 8), "has experts"),
-    "a size for each layer": (setting("llama.feed_forward_length", [96, 96]), "feed_forward_length for each layer"),
-    "a missing size": (setting("llama.block_count", None), "has no llama.block_count"),
-    "more layers than weights": (setting("llama.block_count", 3), "lacks model.layers.2"),
-    "fewer layers than weights": (setting("llama.block_count", 1), "which the metadata does not describe"),
-    "values of another width": (setting("llama.attention.value_length", 8), "not as wide as keys"),
-    "an unknown scaling": (
-        setting("llama.rope.scaling.type", "longrope"),
-        "model.gguf requires rope scaling 'longrope'",
-    ),
-    "unknown rope factors": (other_factors, "scales rotary frequencies in a way"),
-    "one of several parts": (setting("split.count", 3), "one of 3 parts; join them"),
-    "an unknown tensor": (
-        lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32)),
-        "has the tensor blk.0.attn_sinks.weight, which the metadata does not describe",
-    ),
-    "an unknown pre-tokenizer": (setting("tokenizer.ggml.pre", "bloom"), "pre-tokenizer 'bloom'"),
-    "no pre-tokenizer": (setting("tokenizer.ggml.pre", None), "has no tokenizer.ggml.pre"),
-    "another tokenizer": (setting("tokenizer.ggml.model", "t5"), "tokenizer of the kind 't5'"),
-    "merges of unknown tokens": (setting("tokenizer.ggml.merges", ["q qq"]), "the tokenizer in .* cannot be read"),
-}
+def sinks(writer):
+    writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32))
 
 
-@pytest.mark.parametrize(("extend", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+REFUSALS = [
+    (setting("general.architecture", "gemma3"), "'gemma3', which .* llama, qwen2, qwen3"),
+    (setting("llama.expert_count", 8), "has experts"),
+    (setting("llama.feed_forward_length", [96, 96]), "feed_forward_length for each layer"),
+    (setting("llama.block_count", None), "has no llama.block_count"),
+    (setting("llama.block_count", 3), "lacks model.layers.2"),
+    (setting("llama.block_count", 1), "which the metadata does not describe"),
+    (setting("llama.attention.value_length", 8), "not as wide as keys"),
+    (setting("llama.rope.scaling.type", "longrope"), "model.gguf requires rope scaling 'longrope'"),
+    (other_factors, "scales rotary frequencies in a way"),
+    (setting("split.count", 3), "one of 3 parts; join them"),
+    (sinks, "has the tensor blk.0.attn_sinks.weight, which the metadata does not describe"),
+    (setting("tokenizer.ggml.pre", "bloom"), "pre-tokenizer 'bloom'"),
+    (setting("tokenizer.ggml.pre", None), "has no tokenizer.ggml.pre"),
+    (setting("tokenizer.ggml.model", "t5"), "tokenizer of the kind 't5'"),
+    (setting("tokenizer.ggml.merges", ["q qq"]), "the tokenizer in .* cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("extend", "message"), REFUSALS)
 def test_what_does_not_fit_is_refused_with_its_reason(tmp_path, model_folder, extend, message):
     file = written(model_folder, tmp_path / "model.gguf", extend=extend)
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""LoRA adapters: products equal those of merged weights, and which are in memory; bad folders are refused."""
+"""LoRA adapters: products equal those of merged weights; bad folders are refused."""
 
 import numpy as np
 import pytest
@@ -69,12 +69,7 @@ def folders(request, tmp_path_factory):
 
 
 def pool_of(model, folder, names=tuple(ADAPTERS)):
-    pool = AdapterPool(model, check_adapters({name: folder / name for name in names}, load_config(folder)), len(names))
-    for name in names:
-        pool.prepare(name)
-    pool.wait()
-    assert pool.loaded == list(names)
-    return pool
+    return AdapterPool(model, check_adapters({name: folder / name for name in names}, load_config(folder)))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -93,7 +88,6 @@ def test_rows_of_several_adapters_equal_merged_weights(folders, packed):
     assert (run(merged[None], plans) - logits).abs().amax(dim=1).gt(1e-2).tolist() == [
         plan.sequence.request.adapter is not None for plan in plans
     ]
-    pool.close()
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -110,7 +104,6 @@ def test_adapters_of_models_with_experts_and_latent_attention_equal_merged_weigh
     assert (logits[[0, 2]] - run(merged, plans)[[0, 2]]).abs().max() < 1e-4
     assert (logits[1] - run(load_model(tmp_path), plans)[1]).abs().max() < 1e-4
     assert (logits[2] - run(load_model(tmp_path), plans)[2]).abs().max() > 1e-2
-    pool.close()
 
 
 def test_the_bits_of_a_row_do_not_depend_on_other_rows(folders):
@@ -124,7 +117,6 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(folders):
     for index in range(3):
         assert torch.equal(run(model, [plans[index]], pool)[0], together[index])
     assert torch.equal(alone[1], together[1])
-    pool.close()
 
 
 @pytest.mark.parametrize("form", ["int8, channels", "fp8, blocks"])
@@ -141,55 +133,6 @@ def test_adapters_change_a_model_with_quantized_weights(tmp_path, form):
     logits = run(model, plans, pool)
     for index, merged in enumerate((merged_model(whole, updates), load_model(whole))):
         torch.testing.assert_close(logits[index : index + 1], run(merged, [plans[index]]), rtol=1e-4, atol=1e-4)
-    pool.close()
-
-
-@pytest.fixture
-def pool(model_folder, tmp_path):
-    """A pool of two slots for the adapters a to d."""
-    for name in "abcd":
-        write_adapter(tmp_path / name, model_folder, kinds=("q_proj",), layers=[0])
-    folders = {name: tmp_path / name for name in "abcd"}
-    pool = AdapterPool(load_model(model_folder), check_adapters(folders, load_config(model_folder)), 2)
-    yield pool
-    pool.close()
-
-
-def run_batch(pool, *names):
-    """Start a sequence of each adapter, which must be possible."""
-    for name in names:
-        pool.prepare(name)
-        pool.wait()
-        assert pool.prepare(name)
-        pool.acquire(name)
-
-
-def test_an_adapter_in_use_is_not_evicted(pool):
-    run_batch(pool, "a", "b")
-    assert not pool.prepare("c")
-    pool.release("b")
-    pool.prepare("c")
-    pool.wait()
-    assert pool.prepare("c")
-    assert pool.loaded == ["a", "c"]
-
-
-def test_the_least_recently_used_adapter_gives_its_slot_to_one_that_waits(pool):
-    run_batch(pool, "a", "b", "a")
-    assert [pool.prepare(name, {"c"}) for name in "ab"] == [True, False]
-    assert [pool.prepare(name, {"c", "d"}) for name in "ab"] == [False, False]
-    pool.release("b")
-    assert pool.prepare("b", {"d"}) is False  # d precedes it
-    pool.prepare("c")
-    assert pool.prepare("a", {"c"})  # c has a slot while it is read
-    pool.wait()
-    assert [pool.prepare(name) for name in "ac"] == [True, True]
-
-
-def test_an_adapter_that_is_in_memory_takes_no_further_slot(pool):
-    """Older sequences of b wait although it is in memory, because it gives its slot to c."""
-    run_batch(pool, "b", "a")
-    assert pool.prepare("a", {"c", "b"})
 
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
@@ -260,18 +203,6 @@ def test_experts_and_routers_take_no_adapter(tmp_path, module):
 def test_weights_that_are_not_finite_are_refused(model_folder, tmp_path):
     write_adapter(tmp_path / "a", model_folder)
     tensor(Q + ".lora_A.weight", torch.full((4, 64), torch.nan))(tmp_path / "a")
-    adapter = check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))["mine"]
-    with pytest.raises(UserError, match="not finite"):
-        adapter.read()
-
-
-def test_updates_are_those_of_the_written_matrices(model_folder, tmp_path):
-    updates = write_adapter(
-        tmp_path / "a", model_folder, kinds=("q_proj", "v_proj"), rank=3, rank_pattern={"v_proj": 5}, use_rslora=True
-    )
-    adapter = check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))["mine"]
-    read = adapter.read()
-    assert read.keys() == {name.removesuffix(".weight") for name in updates}
-    for name, (down, up) in read.items():
-        assert down.shape == (64, 5 if "v_proj" in name else 3)
-        torch.testing.assert_close((down @ up).t(), updates[f"{name}.weight"])
+    adapters = check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))
+    with pytest.raises(UserError, match=r"^--lora mine: .*not finite"):
+        AdapterPool(load_model(model_folder), adapters)

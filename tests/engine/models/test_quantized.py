@@ -1,16 +1,18 @@
 """Quantized checkpoints give the weights that they describe; those that cannot be read are refused in one line."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.attention.plain import PlainAttention
 from engine.executor.runner import Runner
 from engine.models.checkpoint import Checkpoint
 from engine.models.loader import load_config, load_model
-from engine.models.packed import QuantizedGroupedLinear, QuantizedLinear, multiply, pack
+from engine.models.packed import QuantizedLinear, multiply, pack
 from engine.models.quantization import QuantizedWeight, read_quantization
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
@@ -26,47 +28,45 @@ MODELS = {
     "llama with biases": {"attention_bias": True, "mlp_bias": True},
     "mixtral": {"family": "mixtral", "num_local_experts": 4},
 }
-formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
 
 
-@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS.keys())
-@formats
-def test_logits_equal_those_of_dequantized_weights(tmp_path, form, shape):
-    reference = make_folder(tmp_path, vary=0.3, **{"initializer_range": 0.1, **shape})
-    described = quantize_folder(tmp_path, form)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    save_file(described, whole / "model.safetensors", metadata={"format": "pt"})
-    (whole / "config.json").write_text(reference.config.to_json_string())
-    expected = transformers_logits(type(reference).from_pretrained(whole), TOKENS)
-    model = pack(load_model(tmp_path))
-    kept = [each for each in model.modules() if isinstance(each, QuantizedLinear | QuantizedGroupedLinear)]
-    assert len(kept) == 8
+@pytest.fixture(scope="module", params=product(FORMATS, MODELS), ids=" ".join)
+def quantized(request, tmp_path_factory):
+    """A folder in each format, transformers' configuration of its model, and the weights that it describes."""
+    form, shape = request.param
+    folder = tmp_path_factory.mktemp("quantized")
+    reference = make_folder(folder, vary=0.3, **{"initializer_range": 0.1, **MODELS[shape]})
+    return folder, reference.config, quantize_folder(folder, FORMATS[form])
+
+
+def test_logits_equal_those_of_dequantized_weights(quantized, tmp_path):
+    folder, config, described = quantized
+    save_file(described, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    expected = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path), TOKENS)
+    model = pack(load_model(folder))
+    kept = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    assert len(kept) == 2 * (2 + 2 * getattr(config, "num_local_experts", 1))
     assert (prompt_logits(model, TOKENS.numpy()) - expected).abs().max() < 1e-4
 
 
-@formats
-def test_weights_are_exactly_those_of_the_checkpoint(tmp_path, form, monkeypatch):
-    make_folder(tmp_path)
-    described = quantize_folder(tmp_path, form)
-    layer = load_model(tmp_path).layers[1]
-    down = layer.feed_forward.down_proj
-    weight = QuantizedWeight(down.values, down.scales, down.zeros, down.columns)
-    assert torch.equal(weight.dequantize(), described["model.layers.1.mlp.down_proj.weight"])
+def test_weights_are_exactly_those_of_the_checkpoint(quantized, monkeypatch):
+    folder, _, described = quantized
+    name = "model.layers.1.self_attn.o_proj.weight"
+    kept = load_model(folder).layers[1].attention.o_proj
+    weight = QuantizedWeight(kept.values, kept.scales, kept.zeros, kept.columns)
+    assert torch.equal(weight.dequantize(), described[name])
     # Other devices than a CPU get the dequantized weights.
     monkeypatch.setattr("engine.models.loader.keep_quantized", lambda *_: None)
-    layer = load_model(tmp_path).layers[1]
-    assert torch.equal(layer.feed_forward.down_proj.weight, described["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(load_model(folder).layers[1].attention.o_proj.weight, described[name])
 
 
-@pytest.mark.parametrize(("count", "family"), [(2, "llama with biases"), (4, "llama with biases"), (2, "mixtral")])
-@formats
-def test_logits_of_a_divided_model_equal_those_of_the_whole(tmp_path, form, count, family):
-    make_folder(tmp_path, vary=0.3, **{"initializer_range": 0.1, **MODELS[family]})
-    quantize_folder(tmp_path, form)
-    expected = prompt_logits(load_model(tmp_path), TOKENS.numpy())
-    got = divided_logits(tmp_path, count, PlainAttention, TOKENS.numpy())
-    assert (got - expected).abs().max() < 1e-5
+def test_logits_of_a_divided_model_equal_those_of_the_whole(quantized):
+    folder, config, _ = quantized
+    expected = prompt_logits(load_model(folder), TOKENS.numpy())
+    for count in (2, 4) if config.model_type == "llama" else (2,):
+        got = divided_logits(folder, count, PlainAttention, TOKENS.numpy())
+        assert (got - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("form", ["int8, channels", "fp8, blocks"])
@@ -250,23 +250,6 @@ def test_invalid_fields_are_refused(fields):
     assert "\n" not in str(refusal.value)
 
 
-def test_targets_and_layers_to_ignore_are_names_classes_and_expressions():
-    fields = with_group(targets=["re:.*mlp.*", "model.layers.1.self_attn.q_proj"])
-    more = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "tensor"}}
-    fields["config_groups"]["group_1"] = more
-    fields["ignore"] = ["lm_head", "re:.*down_proj"]
-    quantization = read_quantization({"quantization_config": fields})
-    block = {
-        name: None if (scheme := quantization.scheme(f"model.{name}.weight")) is None else scheme.block
-        for name in ("layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "embed_tokens")
-    }
-    assert block == {"layers.0.mlp.up_proj": (1, 0), "layers.0.mlp.down_proj": None, "embed_tokens": None}
-    assert quantization.scheme("model.layers.1.self_attn.q_proj.weight").block == (1, 0)
-    assert quantization.scheme("model.layers.0.self_attn.q_proj.weight").block == (0, 0)
-    assert quantization.scheme("lm_head.weight") is None
-    assert quantization.scheme("model.layers.0.mlp.up_proj.bias") is None
-
-
 def test_rounded_activations_and_caches_are_noticed():
     activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     fields = with_group(input_activations=activations) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
@@ -278,14 +261,19 @@ def test_rounded_activations_and_caches_are_noticed():
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_the_most_precise_target_applies_in_any_order(is_reversed):
-    targets = {1: ["Linear"], 2: ["re:.*down_proj"], 4: ["model.layers.1.mlp.down_proj"]}
+    """Targets and layers to ignore are classes, expressions and names."""
+    targets = {1: ["Linear"], 2: ["re:.*down_proj", "re:.*mlp.gate.*"], 4: ["model.layers.1.mlp.down_proj"]}
     groups = {
         f"group_{size}": {"targets": names, "weights": {"strategy": "group", "group_size": size}}
         for size, names in sorted(targets.items(), reverse=is_reversed)
     }
-    fields = {**INT8.fields, "format": "pack-quantized", "config_groups": groups, "ignore": ["re:.*v_proj"]}
+    ignored = ["lm_head", "re:.*v_proj"]
+    fields = {**INT8.fields, "format": "pack-quantized", "config_groups": groups, "ignore": ignored}
     quantization = read_quantization({"quantization_config": fields})
-    sizes = {"0.mlp.up_proj": 1, "0.mlp.down_proj": 2, "1.mlp.down_proj": 4}
+    sizes = {"layers.0.mlp.up_proj": 1, "layers.0.mlp.gate_proj": 2, "layers.0.mlp.down_proj": 2}
+    sizes |= {"layers.1.mlp.down_proj": 4, "layers.0.self_attn.v_proj": None, "embed_tokens": None}
     for name, size in sizes.items():
-        assert quantization.scheme(f"model.layers.{name}.weight").block == (1, size)
-    assert quantization.scheme("model.layers.0.self_attn.v_proj.weight") is None
+        scheme = quantization.scheme(f"model.{name}.weight")
+        assert (None if scheme is None else scheme.block) == (None if size is None else (1, size))
+    assert quantization.scheme("lm_head.weight") is None
+    assert quantization.scheme("model.layers.0.mlp.up_proj.bias") is None

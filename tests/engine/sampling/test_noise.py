@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from engine.sampling.draft_sampler import CONSIDERED, NONE, DraftSampler, choose_tokens
+from engine.sampling.choice import CONSIDERED, NONE, choose_rows
+from engine.sampling.draft_sampler import DraftSampler
 from engine.sampling.noise import gumbel_noise, gumbel_noise_of, mix64, sample_tokens
 from engine.scheduling.request import Request, SamplingParams, sample_seed
 from engine.scheduling.sequence import Sequence
@@ -22,20 +23,15 @@ SPLITMIX_OF_ZERO = 0xE220A8397B1DCDAF
 def sampled_tokens_of(logits, temperature, count, *, seed_of=lambda index: index, position_of=lambda _: 7):
     """Return `count` tokens sampled from one row of logits, each with its own seed and position."""
     rows = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
-    index = np.arange(count)
-    return sample_tokens(
-        rows,
-        np.full(count, temperature),
-        np.array([seed_of(i) for i in index], np.int64),
-        np.array([position_of(i) for i in index], np.int64),
-    )
+    seeds, positions = (torch.tensor([of(index) for index in range(count)]) for of in (seed_of, position_of))
+    return sample_tokens(rows, torch.full((count,), temperature, dtype=torch.float64), seeds, positions)
 
 
 def sample_slowly(logits, temperatures, seeds, positions, noise=gumbel_noise):
     """Return the tokens with the noise of all tokens, and `sample_tokens`' other arguments."""
-    is_sampled = torch.from_numpy(temperatures > 1e-5)
-    divisors = torch.where(is_sampled, torch.from_numpy(temperatures), 1.0).float()[:, None]
-    found = noise(torch.from_numpy(seeds), torch.from_numpy(positions), logits.shape[1])
+    is_sampled = temperatures > 1e-5
+    divisors = torch.where(is_sampled, temperatures, 1.0).float()[:, None]
+    found = noise(seeds, positions, logits.shape[1])
     return (logits / divisors + found * is_sampled[:, None]).argmax(1)
 
 
@@ -45,7 +41,8 @@ def test_noise_that_is_not_computed_changes_no_token(seed, size, spread, is_mask
     logits = spread * rng.standard_normal((count, size)).astype(np.float32)
     logits[:, 1:][rng.random((count, size - 1)) < 0.5 * is_masked] = -np.inf
     temperatures = rng.choice([0.0, 0.3, 1.0, 2.0], count)
-    rows = torch.from_numpy(logits), temperatures, rng.integers(-(1 << 63), 1 << 63, count), np.arange(count)
+    arrays = logits, temperatures, rng.integers(-(1 << 63), 1 << 63, count), np.arange(count)
+    rows = [torch.from_numpy(each) for each in arrays]
     assert sample_tokens(*rows).tolist() == sample_slowly(*rows).tolist()
 
 
@@ -107,8 +104,9 @@ def test_noise_does_not_depend_on_the_batch():
 
 def test_greedy_and_sampled_rows_share_a_batch():
     logits = torch.tensor([LOGITS] * 3)
-    mixed = sample_tokens(logits, np.array([0.0, 1.0, 0.0]), np.array([1, 1, 1]), np.array([4, 4, 5]))
-    alone = sample_tokens(logits[:1], np.array([1.0]), np.array([1]), np.array([4]))
+    temperatures = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    mixed = sample_tokens(logits, temperatures, torch.tensor([1, 1, 1]), torch.tensor([4, 4, 5]))
+    alone = sample_tokens(logits[:1], temperatures[1:2], torch.tensor([1]), torch.tensor([4]))
     assert mixed[[0, 2]].tolist() == [2, 2]
     assert mixed[1] == alone[0]
 
@@ -121,7 +119,8 @@ def test_mixing_is_splitmix64():
 def test_temperatures_that_would_overflow_are_greedy():
     logits = torch.tensor([[1.0, 5.0, 2.0]])
     for temperature in (1e-300, 1e-39, 1e-6):
-        assert sample_tokens(logits, np.array([temperature]), np.array([1]), np.array([1])).tolist() == [1]
+        one = torch.tensor([1])
+        assert sample_tokens(logits, torch.tensor([temperature], dtype=torch.float64), one, one).tolist() == [1]
 
 
 def test_samples_of_a_request_have_different_seeds():
@@ -188,6 +187,14 @@ def test_ties_with_the_last_considered_token(likelier):
     considered = [*range(100, 100 + likelier), *range(100), *range(100 + likelier, logits.shape[1])][:CONSIDERED]
     noisy = (logits + gumbel_noise(torch.tensor([3]), torch.tensor([5]), logits.shape[1]))[0, considered]
     expected = [considered[index] for index in noisy.topk(4).indices.tolist()]
-    keys = np.array([3]), np.array([5])
-    tokens, _ = choose_tokens(logits, np.ones(1, np.float32), *keys, 4, CONSIDERED)
+    tokens, scores = np.full((1, 4), NONE), np.zeros((1, 4), np.float32)
+    choose_rows(logits.numpy(), np.ones(1, np.float32), np.array([3]), np.array([5]), tokens, scores)
     assert tokens[0].tolist() == expected
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_numbers_are_not_chosen(temperature):
+    tokens, scores = np.full((1, 2), NONE), np.zeros((1, 2), np.float32)
+    keys = np.array([temperature], np.float32), np.array([3]), np.array([5])
+    choose_rows(np.full((1, 300), np.nan, np.float32), *keys, tokens, scores)
+    assert tokens.tolist() == [[NONE, NONE]]

@@ -13,13 +13,13 @@ from engine.sampling.noise import gumbel_noise
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
-from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.engine import naive_sampling as naive
 from tests.engine.fake_runner import EOS, VOCAB, fake_engine, logits_after
-from tests.engine.trees import RandomTrees
+from tests.engine.trees import RandomPaths, RandomTrees
 from tests.strategies import array
 
-PIECES = "abcdefghij".ljust(VOCAB, "k")
+PIECES = ["a", "b", "ab", "c", "bcb", "", *"defghk"]
+"""Texts of the tokens, in some of which a stop string may end before the last character."""
 token = st.integers(0, VOCAB - 1)
 half = st.integers(-4, 4).map(lambda n: n / 2)
 
@@ -90,30 +90,6 @@ def naive_output(request):
             return output, "length", None, text
 
 
-class MixedDrafter(NoDrafter):
-    """Drafts of any length that are right up to a random position."""
-
-    limits = NO_LIMITS
-
-    def __init__(self, submitted, answers, seed):
-        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(submitted, answers, strict=True)]
-        self.lengths = {}
-        self.rng = np.random.default_rng(seed)
-
-    def start(self, sequence_id, prompt):
-        self.lengths[sequence_id] = len(prompt)
-
-    def draft(self, progress):
-        paths = []
-        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
-            right = self.texts[sequence_id][self.lengths[sequence_id] :][: self.rng.integers(0, 7)]
-            draft = array([*right, *self.rng.integers(0, VOCAB, self.rng.integers(0, 3))])
-            draft = draft[: int(progress.max_draft[index])]
-            paths.append(Path(draft, np.ones(len(draft), np.float32)))
-        return DraftBatch.from_paths(paths)
-
-
 def as_tuple(request, completion):
     text = decode(completion.content) if completion.text is None else completion.text
     return completion.tokens.tolist(), completion.finish_reason.value, completion.stop_reason, text
@@ -142,8 +118,7 @@ def check_all(submitted, seed, max_sequences=4, max_step_tokens=40, shape="path"
     """Run requests with drafts of a shape; `verified`: the shape that the engine verifies."""
     expected = [naive_output(request) for request in submitted]
     answers = [answer[0] for answer in expected]
-    is_path = shape == "path"
-    drafter = MixedDrafter(submitted, answers, seed) if is_path else RandomTrees(submitted, answers, VOCAB, seed)
+    drafter = (RandomPaths if shape == "path" else RandomTrees)(submitted, answers, VOCAB, seed)
     engine = fake_engine(
         drafter, decode, max_sequences=max_sequences, max_step_tokens=max_step_tokens, draft_shape=verified
     )

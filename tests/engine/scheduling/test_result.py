@@ -1,5 +1,7 @@
 """The arrays of a step's results equal those that a loop over its sequences and draft tokens counts."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,15 @@ def test_arrays_equal_those_of_a_loop(seed):
     for name, found, wanted in zip(ResultArrays._fields, result.arrays, expected, strict=True):
         assert np.array_equal(found, wanted) if name != "logprobs" else found == wanted == {}, name
         assert name == "logprobs" or found.dtype == wanted.dtype
+    # In each draft, the sources of accepted tokens come first, as they are counted when the step is committed.
+    bounds, kept = (
+        result.plan.drafts.batch.offsets,
+        [result.path_of(index).tolist() for index in range(len(result.ids))],
+    )
+    for index, (first, end) in enumerate(pairwise(bounds.tolist())):
+        rest = [node for node in range(end - first) if node not in kept[index]]
+        wanted = result.plan.drafts.batch.source[first:end][np.array(kept[index] + rest, int)]
+        assert result.sources[first:end].tolist() == wanted.tolist()
     each = list(result.arrays.each())
     assert [(number, len(tokens), accepted) for number, tokens, accepted in each] == list(
         zip(expected.ids.tolist(), expected.lengths.tolist(), expected.accepted.tolist(), strict=True)

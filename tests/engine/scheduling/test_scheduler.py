@@ -33,7 +33,9 @@ def test_random_workloads_give_the_outputs_of_single_requests(block, shape, has_
         workload = Workload(seed, shape, has_backoff, in_flight)
         workload.run()
         seen += workload.seen
-    frequent = ("finished", "cancelled", "accepted", "rejected", "cached", "preempted", "not drafted", "scored")
+    frequent = (
+        "finished", "cancelled", "accepted", "rejected", "cached", "preempted", "not drafted", "scored", "recorded",
+    )  # fmt: skip
     assert_covered(seen, frequent, WORKLOADS)
     assert_covered(seen, ("cancelled after preemption", "cancelled too late", "refused"), 1)
 

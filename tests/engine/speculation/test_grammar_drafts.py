@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.curves import line
 from tests.engine.conftest import VOCAB
 from tests.engine.drafters.kinds import EMBEDDED
+from tests.engine.integrity import check_integrity
 from tests.engine.sampling.test_grammar_state import GRAMMARS, SCHEMA, walk
 from tests.engine.steps import counted_plan
 from tests.engine.trees import RandomTrees, random_tree
@@ -89,15 +91,14 @@ def test_plain_outputs_match_their_grammars(plain, model_folder):
 def test_random_drafts_do_not_change_outputs(model, compiler, plain, shape):
     drafter = RandomTrees(requests(), [each.tokens.tolist() for each in plain], VOCAB)
     engine = build_engine(model, replace(CONFIG, draft_shape=shape), drafter, grammars=compiler)
-    completions = engine.generate(requests(), lambda _: engine.scheduler.check_integrity())
+    completions = engine.generate(requests(), lambda _: check_integrity(engine.scheduler))
     compare(plain, completions)
     assert sum(each.by_source["grammar"].accepted for each in completions if "grammar" in each.by_source) > 60
     assert sum(each.by_source["corpus"].accepted for each in completions if "corpus" in each.by_source) > 20
     assert sum(each.steps for each in completions) < 0.8 * sum(each.steps for each in plain)
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
-@pytest.mark.parametrize("shape", ["path", "tree"])
+@pytest.mark.parametrize(("kind", "shape"), [*zip(EVERY_KIND, cycle(["path", "tree"]), strict=False)])
 def test_no_drafter_changes_outputs(model, model_folder, draft_folders, corpus_file, compiler, plain, kind, shape):
     config = replace(CONFIG, draft_shape=shape)
     settings = DrafterConfig(draft_shape=shape, max_draft=6, capacity=20_000)

@@ -15,6 +15,7 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB
+from tests.engine.integrity import check_integrity
 from tests.engine.sampling.test_grammar_state import END, GRAMMARS
 from tests.engine.trees import RandomTrees
 
@@ -58,7 +59,7 @@ def run(engine, submitted):
     completions, refused, outputs = {}, {}, {index: [] for index in ids.values()}
     while engine.scheduler.has_work:
         report = engine.step()
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
         for sequence_id, tokens in report.tokens.items():
             outputs[ids[sequence_id]] += tokens.tolist()
         completions |= {ids[sequence_id]: each for sequence_id, each in report.finished.items()}
@@ -119,4 +120,4 @@ def test_generate_raises_the_error_and_ends_all_requests(model, compiler):
     with pytest.raises(UserError, match=MESSAGE):
         engine.generate(requests())
     assert not engine.scheduler.has_work
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)

@@ -10,44 +10,30 @@ from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
-from ssd.budget.token_budget import StepPrice
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
-from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.drafters.toy import ToyDrafter
-from tests.engine.steps import each_of
+from tests.engine.steps import AllTokens, each_of
+from tests.engine.trees import ScriptedDrafter
 
 CONFIG = EngineConfig(max_sequences=6, max_draft=4, max_step_tokens=64)
 TOKENS = 24
 NONE = frozenset()
 
 
-class Oracle(NoDrafter):
+class Oracle(ScriptedDrafter):
     """Drafts what the target produces, and records which sequences it drafts for and how much."""
 
-    limits = NO_LIMITS
-
     def __init__(self, expected):
-        self.expected = expected
-        """Prompt and output by sequence."""
-        self.lengths = {}
+        """expected: prompt and output of each sequence."""
+        super().__init__(lambda sequence_id, length: expected[sequence_id][length:])
         self.calls = []
         """Pairs of a sequence id and the largest number of draft tokens."""
 
-    def start(self, sequence_id, prompt):
-        self.lengths[sequence_id] = len(prompt)
-
-    def draft(self, progress):
-        paths = []
-        for index, (sequence_id, most) in enumerate(
-            zip(progress.sequence_ids.tolist(), progress.max_draft.tolist(), strict=True)
-        ):
-            self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
-            tokens = self.expected[sequence_id][self.lengths[sequence_id] :][:most]
-            self.calls.append((sequence_id, most))
-            paths.append(Path(np.array(tokens, np.uint32), np.ones(len(tokens), np.float32)))
-        return DraftBatch.from_paths(paths)
+    def tree(self, sequence_id, length, limit):
+        self.calls.append((sequence_id, limit))
+        return super().tree(sequence_id, length, limit)
 
 
 def asked_for(*choices):
@@ -91,7 +77,7 @@ def test_steps_without_drafted_requests_do_not_call_the_drafter(in_flight):
     assert not any(report.is_backing_off for report in reports)
 
 
-class Backoff:
+class Backoff(AllTokens):
     """A selection for which drafting is not worthwhile in every second step."""
 
     def __init__(self):
@@ -102,7 +88,7 @@ class Backoff:
 
     def price(self, plan):
         assert plan.producers == 2  # All producing sequences, drafted for or not, as each yields a token.
-        return StepPrice(100.0, 0.03)
+        return super().price(plan)
 
     def select(self, plan, drafts, usable):
         assert plan.producers == len(drafts) == len(usable) == 2

@@ -14,6 +14,7 @@ from engine.training import objectives as module
 from engine.training.objectives import TEMPERATURE, cross_entropy, read_windows, run_chains, run_window
 from engine.training.run import Muon, orthogonalize
 from tests.engine.forward import prompt_logits
+from tests.engine.models.heads.test_twins import DenseAttention
 from tests.engine.training.tiny import CONFIG, new_target, new_windows
 
 TOKENS, STEPS = 12, 4
@@ -35,31 +36,15 @@ def new_head(kind):
     return head.double()  # heads without norms amplify rounding errors
 
 
-class Cache:
-    """Keys and values of one sequence's slots; a new token attends to all of them."""
-
-    def __init__(self):
-        self.layers = {}
-
-    def attend(self, layer, query, key, value):
-        """Attention of one token, [1, heads, head_dim]."""
-        keys, values = self.layers.get(layer, (key[:0], value[:0]))
-        keys, values = self.layers[layer] = (torch.cat((keys, key)), torch.cat((values, value)))
-        group = query.shape[1] // key.shape[1]
-        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        weights = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
-        return torch.einsum("hqk,khd->qhd", weights.softmax(-1), values)
-
-
 def naive_chain(head, tokens, states, start, steps, *, shift=0):
     """Hidden states of one chain, a token at a time: rows 0 to `start` on the target's states, then `steps` more.
 
     shift: planted mistake, the distance by which the target's states are too early.
     """
-    cache = Cache()
+    attend = DenseAttention()
 
     def run(row, state):
-        return head(tokens[row + 1 : row + 2], state[None], torch.tensor([row + 1]), cache.attend)
+        return head(tokens[row + 1 : row + 2], state[None], torch.tensor([row + 1]), attend)
 
     for row in range(start + 1):
         output = run(row, states[max(0, row - shift)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ssd import ClassicDrafter, Corpus, DrafterConfig, SuffixDrafter, snapshot
 from tests import naive
-from tests.replay import progress_of, replay_one
+from tests.replay import progress_of
 from tests.strategies import array, corpus_and_context
 
 CONFIG = DrafterConfig(capacity=10_000)
@@ -52,7 +52,8 @@ def test_at_most_ten_tokens_are_searched_for_by_default():
 
 
 def test_the_most_recent_of_equally_frequent_continuations_is_drafted():
-    assert draft_after(classic_drafter([[1, 5], [1, 6]]), [1]).tokens.tolist() == [6]
+    for last in (5, 6):
+        assert draft_after(classic_drafter([[1, 11 - last], [1, last]]), [1]).tokens.tolist() == [last]
 
 
 def test_a_sample_of_the_matches_is_counted():
@@ -62,18 +63,6 @@ def test_a_sample_of_the_matches_is_counted():
     share = draft_after(classic_drafter(requests, most=10), [1]).accept_prob[0]
     assert share >= 0.5
     assert 10 * share == pytest.approx(round(10 * share))
-
-
-def test_a_repeated_request_takes_far_fewer_steps():
-    drafter = classic_drafter()
-    first = replay_one(drafter, 1, TEXT[:50], TEXT[50:])
-    drafter.corpus.refresh()
-    second = replay_one(drafter, 2, TEXT[:50], TEXT[50:])
-    assert first > 200
-    assert second <= 20
-    stats = drafter.stats
-    assert stats.steps == first + second
-    assert stats.committed == stats.accepted + stats.steps == 500
 
 
 def test_new_text_is_found_after_the_next_refresh():

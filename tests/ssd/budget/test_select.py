@@ -95,6 +95,16 @@ def test_no_other_length_is_worth_more_where_drafts_are_padded(curve, drafts):
     assert max(chosen) == pytest.approx(best, abs=1e-5)
 
 
+def test_drafts_grow_to_half_of_the_probability_at_which_recent_batches_were_cut():
+    budget = budget_of(curve_of([(1, 1.0), (4, 1.0), (5, 2.0)]), 1)
+    for _ in range(50):
+        assert select(budget, [[0.9, 0.8, 0.7, 0.4, 0.4]]) == [3]
+    assert budget.price(8).min_path_prob == pytest.approx(0.2, rel=0.01)
+    for _ in range(50):
+        assert select(budget, [[0.9, 0.8]]) == [2]
+    assert budget.price(8).min_path_prob < 0.01
+
+
 @st.composite
 def convex_curves(draw):
     """Return a curve on which each token takes at least as long as the one before."""

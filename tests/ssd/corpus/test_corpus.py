@@ -10,7 +10,6 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.config import MAX_MATCH_DEPTH
@@ -19,7 +18,7 @@ from ssd.types import ROOT
 from tests import naive
 from tests.replay import progress_of
 from tests.ssd.corpora import DEPTH, settle, some_requests, tiny_slices
-from tests.strategies import array
+from tests.strategies import array, examples
 
 CAPACITY = 300
 CONFIG = DrafterConfig(match_depth=DEPTH, max_draft=8, cost=0.001)
@@ -132,7 +131,7 @@ def test_drafts_during_maintenance_contain_only_known_transitions():
     maintainer = threading.Thread(target=repeat_until, args=(stopped, problems, maintain), daemon=True)
     maintainer.start()
     drafted = 0
-    rounds = 400 * settings().max_examples // settings.get_profile("project").max_examples
+    rounds = examples(400).max_examples
     with SuffixDrafter(config, corpus=corpus) as drafter:
         for _ in range(rounds):
             prompts = {number: sentence(rng, 12) for number in range(8)}

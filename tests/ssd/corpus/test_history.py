@@ -17,7 +17,7 @@ import pytest
 from ssd.corpus import index, live, tier
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
-from ssd.corpus.rollout import NO_TAG
+from ssd.corpus.rollout import NO_TAG, TAGGED
 from ssd.corpus.search import Match, longest_match
 from ssd.corpus.snapshot import load, save
 from ssd.corpus.view import LIVE
@@ -131,14 +131,19 @@ class History:
 
     def start(self):
         prefix, is_shown = self.tokens(2 * DEPTH), bool(self.rng.random() < 0.8)
-        owner = self.corpus.start_running(array(prefix) if is_shown else None, int(self.rng.choice(TAGS)))
+        given = array(prefix) if is_shown else None
+        owner = self.corpus.start_running(given, int(self.rng.choice(TAGS)))
+        if is_shown:
+            given[:] = 77
         self.running.append(Running(owner, prefix, is_shown=is_shown))
 
     def extend(self):
         runs = [self.tokens(12) * int(self.rng.choice([1, 1, 1, 30])) for _ in self.running]
         offsets = np.cumsum([0, *map(len, runs)]).astype(np.uint32)
         owners = np.array([each.owner for each in self.running], np.int64)
-        self.corpus.extend_running(owners, array([token for run in runs for token in run]), offsets)
+        tokens = array([token for run in runs for token in run])
+        self.corpus.extend_running(owners, tokens, offsets)
+        owners[:], tokens[:], offsets[:] = -2, 77, 0  # The caller may use its arrays again.
         for each, run in zip(self.running, runs, strict=True):
             each.output += run
 
@@ -186,6 +191,8 @@ class History:
                     self.corpus.refresh()
 
         self.append()
+        if self.rng.random() < 0.2:
+            self.forget()
         self.refreshed(refresh)
 
     def settle(self):
@@ -217,15 +224,16 @@ class History:
         self.check()
 
     def restore(self):
-        """Continue with a corpus of the same or another capacity that is loaded from a snapshot."""
-        capacity = int(self.rng.choice(CAPACITIES))
+        """Continue with a corpus of the same or another capacity that is loaded from all or the newest text."""
+        capacity, most = int(self.rng.choice(CAPACITIES)), self.rng.choice([None, None, None, 200])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "corpus.ssd"
-            self.refreshed(lambda: save(self.corpus, path))
+            self.refreshed(lambda: save(self.corpus, path, max_tokens=most))
             before, had_room = text_of(self.corpus).tolist(), self.corpus.state().oldest == 0
-            self.corpus = load(path, capacity, DEPTH, lambda: self.now).corpus
-        kept = text_of(self.corpus).tolist()
-        assert len(kept) >= min(capacity, len(before))
+            self.corpus, _, notes = load(path, capacity, DEPTH, lambda: self.now)
+        kept, saved = text_of(self.corpus).tolist(), min(most or len(before), len(before))
+        assert min(capacity, saved) <= len(kept) <= saved
+        assert any("only the newest are loaded" in note for note in notes) == (saved > capacity)
         cut = len(self.text) - len(kept)
         self.readable = self.readable if had_room and len(kept) == len(before) else DEPTH
         self.text, self.running = self.text[cut:], []
@@ -238,6 +246,7 @@ class History:
     def check(self):
         self.check_text()
         self.check_log()
+        self.check_tags()
         self.check_running()
 
     def check_text(self):
@@ -263,10 +272,18 @@ class History:
             is_held = newest is not None and newest.first + shift >= self.corpus.state().ring.oldest
             assert self.corpus.text_of(name).tolist() == (newest.tokens if is_held else [])
 
+    def check_tags(self):
+        """Check that a block of slots has the tag of the request that has most of it."""
+        ring, shift = self.corpus.state().ring, self.corpus.state().head - len(self.text)
+        for each in self.requests:
+            own = np.arange(max(0, each.first + shift, ring.head - ring.capacity), each.end + shift)
+            blocks, counts = np.unique(own % ring.capacity // TAGGED, return_counts=True)
+            assert set(ring.tags[blocks[counts > TAGGED // 2]].tolist()) <= {each.tag}
+
     def check_running(self):
         shown = [(each.prefix[-DEPTH:], each.output, each.skipped) for each in self.running if each.is_shown]
         view = self.corpus.view
-        found = evidence_in(view.suffix_arrays[LIVE].positions, int(view.arrays[0][LIVE, TIER_TEXT]))
+        found = evidence_in(view.suffix_arrays[LIVE].positions, int(view.arrays.tiers[LIVE, TIER_TEXT]))
         assert found == sum((evidence_of(*each) for each in shown), Counter())
         assert self.corpus.has_several_running == (len(self.running) > 1)
 

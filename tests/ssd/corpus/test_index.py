@@ -11,24 +11,9 @@ from ssd.corpus import corpus as module
 from ssd.corpus import tier
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
-from ssd.corpus.view import LIVE
+from ssd.corpus.view import LIVE, RING_HEAD, RING_OLDEST
 from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
 from tests.strategies import array
-
-
-def flat(requests):
-    return np.concatenate([np.append(request, SEPARATOR) for request in requests])
-
-
-def test_the_first_refresh_sorts_everything_at_once():
-    corpus, requests = Corpus(200_000, DEPTH), some_requests(500)
-    for request in requests:
-        corpus.append(request)
-    corpus.refresh()
-    assert (corpus.times.full_builds, corpus.times.base_merges) == (1, 0)
-    assert np.array_equal(text_of(corpus), flat(requests))
-    assert_whole(corpus)
-    corpus.close()
 
 
 @pytest.mark.parametrize("waiting", [0, 3])
@@ -63,7 +48,7 @@ def test_a_held_view_blocks_only_the_maintainer():
     settle(corpus)
     held = corpus.view
     orders = [order.positions.copy() for order in held.suffix_arrays]
-    oldest, head = int(held.arrays[2][1]), int(held.arrays[2][2])
+    oldest, head = (int(held.arrays.ring[entry]) for entry in (RING_OLDEST, RING_HEAD))
     ring = corpus.state().ring
     text = ring.read(oldest, head)
     blocked_at, done = [], threading.Event()
@@ -95,22 +80,6 @@ def test_a_held_view_blocks_only_the_maintainer():
     settle(corpus)
     assert_whole(corpus)
     assert not np.array_equal(ring.read(oldest, head), text)
-
-
-def test_held_text_is_unchanged_while_newer_text_is_merged():
-    """Saving holds a state; in the meantime newer text becomes draftable, as long as there is room."""
-    corpus = Corpus(100_000, DEPTH)
-    fill(corpus, some_requests(1500))
-    settle(corpus)
-    state = corpus.state()
-    text, order = state.ring.read(state.oldest, state.head), state.positions.copy()
-    for number in range(20):
-        before = corpus.indexed
-        fill(corpus, some_requests(1, seed=number, size=1000))
-        assert corpus.indexed > before
-    assert corpus.is_merging or corpus.times.base_merges > 0
-    assert np.array_equal(state.ring.read(state.oldest, state.head), text)
-    assert np.array_equal(state.positions, order)
 
 
 def test_queues_are_bounded_while_merges_wait_for_a_reader(monkeypatch):

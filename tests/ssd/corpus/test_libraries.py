@@ -1,7 +1,5 @@
 """Corpora that read others, their libraries."""
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,7 +41,7 @@ def test_accepted_tokens_of_libraries_are_counted():
 
 def test_a_library_is_not_changed():
     library = drafter_of([TEXT])
-    learned = [array.copy() for array in library.corpus.learned.arrays]
+    learned = [array.copy() for array in library.corpus.learned]
     drafter = reader_of(library.corpus)
     drafter.start(1, array(TEXT[:8]))
     drafter.draft(progress_of({1: []}, 3))
@@ -53,7 +51,7 @@ def test_a_library_is_not_changed():
         corpus.refresh()
     assert library.corpus.requests == 1
     assert drafter.corpus.requests == 1
-    for before, after in zip(learned, library.corpus.learned.arrays, strict=True):
+    for before, after in zip(learned, library.corpus.learned, strict=True):
         np.testing.assert_array_equal(before, after)
     assert library.propose([5, 6, 7], 1).tokens.tolist() == []
 
@@ -77,24 +75,6 @@ def test_what_a_library_forgets_is_drafted_no_more():
     library.forget("some")
     library.corpus.refresh()
     assert drafter.propose(TEXT[:8], 3).tokens.tolist() == []
-
-
-def test_forgetting_in_a_library_waits_for_its_readers():
-    library = drafter_of()
-    library.corpus.append(array(TEXT), "some")
-    library.corpus.refresh()
-    drafter = reader_of(library.corpus)
-    held, ring = drafter.corpus.library_views, library.corpus.state().ring
-    library.corpus.forget("some")
-    refreshing = threading.Thread(target=library.corpus.refresh)
-    refreshing.start()
-    while library.corpus.view is held[0]:
-        assert refreshing.is_alive()
-    assert ring.slots[: len(TEXT)].tolist() == TEXT
-    del held
-    refreshing.join(TIMEOUT_S)
-    assert not refreshing.is_alive()
-    assert not set(TEXT) & set(ring.slots.tolist())
 
 
 @given(corpus_and_context())

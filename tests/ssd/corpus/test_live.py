@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.corpus import live
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.live import BLOCK, LiveTier
+from ssd.corpus.tier import ReadersError
 from tests import naive
 from tests.replay import drafter_of, progress_of
 from tests.ssd.addresses import uint32_at
-from tests.ssd.corpora import DEPTH, evidence_in, evidence_of, no_memory
+from tests.ssd.corpora import DEPTH, evidence_in, evidence_of
 from tests.strategies import array, examples
 
 
@@ -69,42 +69,28 @@ def test_a_request_without_room_continues_after_a_gap():
     assert evidence(tier) == evidence_of([5, 6, 7, 8, 9], [10])
 
 
-def test_a_merge_that_failed_is_repeated(monkeypatch):
-    tier = LiveTier(blocks=4, depth=DEPTH)
-    for owner in (1, 2, 3):
+def test_a_block_is_reused_only_when_it_has_no_readers(monkeypatch):
+    monkeypatch.setattr("ssd.corpus.tier.READERS_LIMIT_S", 0.01)
+    tier = LiveTier(blocks=3, depth=DEPTH)
+    for owner in (1, 3):
         tier.start(owner, array([owner]))
-        tier.extend(owner, array([10 + owner]))
-    tier.merge()
-    tier.finish(1)
-    tier.extend(2, array([22]))
-    with monkeypatch.context() as patch:
-        patch.setattr(live, "merge_unsorted", no_memory)
-        with pytest.raises(MemoryError):
-            tier.merge()
-    # Its block must not be reused while the suffix array refers to it.
-    tier.start(4, array([4]))
-    tier.extend(4, array([14]))
-    assert tier.merge()
-    assert evidence(tier) == evidence_of([2], [12, 22]) + evidence_of([3], [13])
-
-
-def test_a_block_is_reused_only_when_it_has_no_readers():
-    tier = LiveTier(blocks=2, depth=DEPTH)
-    tier.start(1, array([1]))
-    tier.extend(1, array([2]))
+        tier.extend(owner, array([2]))
     tier.merge()
     read = tier.tier.newest
     tier.finish(1)
     tier.start(2, array([5]))
     tier.merge()
     tier.merge()
+    tier.extend(3, array([4]))
+    with pytest.raises(ReadersError):
+        tier.merge()
     tier.extend(2, array([6]))
     assert uint32_at(tier.address + 4 * BLOCK, 3).tolist() == [naive.SEPARATOR, 1, 2]
     del read
     tier.merge()
     tier.extend(2, array([7]))
     tier.merge()
-    assert evidence(tier) == evidence_of([5, 6], [7])
+    assert evidence(tier) == evidence_of([5, 6], [7]) + evidence_of([3], [2, 4])
 
 
 @pytest.mark.parametrize("room", range(DEPTH + 4))
@@ -160,18 +146,6 @@ def test_withheld_output_is_published_when_others_start():
 
 def draft(drafter, sequence_id, tokens=(), limit=8):
     return drafter.draft(progress_of({sequence_id: tokens}, limit, cost=0.001)).tokens.tolist()
-
-
-def test_running_output_is_drafted_by_others():
-    with drafter_of() as drafter:
-        drafter.start(1, array([1, 2, 3]))
-        drafter.start(2, array([3]))
-        assert draft(drafter, 1, [4, 5, 6]) == []
-        drafter.corpus.refresh()
-        assert draft(drafter, 2) == [4, 5, 6]
-        draft(drafter, 1, [7])
-        drafter.corpus.refresh()
-        assert draft(drafter, 2, [4, 5]) == [6, 7]
 
 
 @pytest.mark.parametrize("committed", [0, 2])
@@ -255,16 +229,3 @@ def test_a_request_does_not_use_its_own_text_in_the_live_tier(output, shape):
             return [drafts.tokens.tolist(), drafts.source.tolist(), drafts.accept_prob.tolist()]
 
     assert drafts(is_refreshed=True) == drafts(is_refreshed=False)
-
-
-def test_a_step_copies_its_tokens():
-    """The caller may reuse its arrays before the maintainer reads the tokens."""
-    with drafter_of() as drafter:
-        prompt = array([1, 2, 3])
-        drafter.start(1, prompt)
-        drafter.start(2, array([9]))
-        progress = progress_of({1: [4, 5, 6]}, limit=0)
-        drafter.draft(progress)
-        prompt[:], progress.tokens[:], progress.offsets[:] = 77, 88, 0
-        drafter.corpus.refresh()
-        assert draft(drafter, 2, [2, 3]) == [4, 5, 6]

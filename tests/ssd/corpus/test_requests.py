@@ -5,28 +5,11 @@ import pytest
 from ssd.corpus.requests import NO_NAME, RequestLog, hash_of
 
 
-def log_of(*rows):
-    log = RequestLog()
-    for row in rows:
-        log.add(*row)
-    return log
-
-
 def test_request_ids_are_hashed():
     assert hash_of(None) == NO_NAME
     assert hash_of("a") == hash_of("a") != hash_of("b")
     assert hash_of("") != NO_NAME
     assert -(1 << 63) <= hash_of("ä\ud800") < 1 << 63
-
-
-def test_requests_before_a_position_are_dropped():
-    log = log_of((0, 1, 0.0), (5, 2, 0.0), (9, 3, 0.0))
-    log.drop_before(4)
-    assert len(log) == 3
-    log.drop_before(5)
-    assert log.rows["first"].tolist() == [5, 9]
-    log.drop_before(100)
-    assert log.rows["first"].tolist() == [9]  # the log does not know where the newest one ends
 
 
 @pytest.mark.parametrize("kept", [1, 700])

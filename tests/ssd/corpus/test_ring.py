@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from ssd.corpus import ring as ring_module
 from ssd.corpus.index import GAP_PART
-from ssd.corpus.ring import MAX_CAPACITY, MAX_SLOTS, PAD, SEPARATOR, Ring, check_capacity, check_tokens
+from ssd.corpus.ring import MAX_CAPACITY, MAX_SLOTS, PAD, SEPARATOR, Ring, check_capacity
 from tests.ssd.addresses import uint32_at
-from tests.strategies import LARGEST, array, examples
+from tests.strategies import array, examples
 
 CAPACITY = 300
 
@@ -72,43 +72,12 @@ def test_erased_positions_are_separators_also_in_the_padding(position, size):
     assert everything[-PAD:] == shown[:PAD]
 
 
-def test_a_separator_precedes_the_first_request():
-    ring = Ring(CAPACITY)
-    assert with_pads(ring)[:PAD] == [SEPARATOR] * PAD
-    ring.write(array([1, 2, 3]))
-    assert with_pads(ring)[:PAD] == [SEPARATOR] * PAD
-
-
 def test_reading_returns_a_copy():
     ring = Ring(CAPACITY)
     ring.write(array([1, 2]))
     before = ring.read(0, 2)
     ring.erase(0, 2)
     assert before.tolist() == [1, 2]
-
-
-def test_the_largest_token_id_is_valid_and_the_separator_is_not():
-    check_tokens(array([]))
-    check_tokens(array([0, LARGEST]))
-    with pytest.raises(ValueError, match=r"4,294,967,294"):
-        check_tokens(array([1, int(SEPARATOR)]))
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        np.array([1, -1]),
-        np.array([1.5]),
-        np.array([], np.float64),
-        np.array([[1]], np.uint32),
-        np.array([1], ">u4"),
-        [1],
-        None,
-    ],
-)
-def test_only_1d_uint32_arrays_are_tokens(tokens):
-    with pytest.raises(ValueError, match="a 1-D uint32 array"):
-        check_tokens(tokens)
 
 
 @pytest.mark.parametrize("capacity", [-1, 0, 2 * PAD - 1, 1 << 32])

@@ -6,10 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd import Corpus, DraftBatch, DrafterConfig, Progress, SuffixDrafter
-from ssd.corpus import ring as ring_module
-from ssd.corpus.ring import PAD, Ring
-from ssd.corpus.rollout import MAX_GROUP_BYTES, MAX_VERSION, NO_TAG, TAGGED, Rollout
-from tests.strategies import examples
+from ssd.corpus.rollout import MAX_GROUP_BYTES, MAX_VERSION, NO_TAG, Rollout
 
 
 @pytest.mark.parametrize(
@@ -33,24 +30,6 @@ def test_a_tag_has_a_group_and_a_version_and_is_never_the_one_of_other_text(grou
     assert tag < 1 << 16
     assert tag & 255 == Rollout(group, 0).tag & 255 != NO_TAG
     assert tag >> 8 == version % 256
-
-
-@given(st.lists(st.tuples(st.integers(1, 200), st.sampled_from([NO_TAG, 5, 7])), max_size=12))
-@examples(100)
-def test_a_block_of_the_ring_has_the_tag_of_most_of_its_text(texts):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring_module, "MIN_CAPACITY", 2 * PAD)
-        ring = Ring(10 * TAGGED)
-    slots = np.full(ring.capacity, -1)
-    for size, tag in texts:
-        ring.oldest = max(ring.oldest, ring.head + size - ring.capacity)
-        ring.write(np.ones(size, np.uint32))
-        ring.tag(ring.head - size, ring.head, tag)
-        slots[np.arange(ring.head - size, ring.head) % ring.capacity] = tag
-    for block, tags in enumerate(slots.reshape(-1, TAGGED)):
-        kinds, counts = np.unique(tags[tags >= 0], return_counts=True)
-        if counts.max(initial=0) > TAGGED // 2:
-            assert ring.tags[block] == kinds[counts.argmax()]
 
 
 def outputs_of(group, count, rng):

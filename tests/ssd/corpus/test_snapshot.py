@@ -14,8 +14,6 @@ import ssd.kernels.probabilities
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus import sections
 from ssd.corpus.corpus import Corpus
-from ssd.corpus.ring import SEPARATOR
-from ssd.corpus.rollout import NO_TAG, TAGGED, Rollout
 from ssd.corpus.sections import BLOCK, DamagedError, Section, SnapshotError, read_sections, write_sections
 from ssd.corpus.snapshot import load, save
 from ssd.errors import UserError
@@ -68,45 +66,17 @@ def test_a_loaded_corpus_drafts_the_same(path, count):
     assert size == path.stat().st_size
     loaded, stats, notes = load(path, CAPACITY, DEPTH)
     assert notes == []
-    assert all(np.array_equal(a, b) for a, b in zip(stats.arrays, drafter.stats.arrays, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(stats.counters, drafter.stats.counters, strict=True))
     assert np.array_equal(text_of(loaded), text_of(corpus))
     assert loaded.requests >= loaded.tokens // 101
     assert_whole(loaded)
     assert_same_drafts(corpus, loaded, requests[-100:])
 
 
-@pytest.mark.parametrize("capacity", [4096, 90_000])
-def test_the_newest_text_is_loaded_into_a_smaller_corpus(path, capacity):
-    corpus = built(some_requests(1500, ids=1_000_000), 200_000)
-    fill(corpus, some_requests(250, seed=1))
-    save(corpus, path)
-    loaded, _, notes = load(path, capacity, DEPTH)
-    text = text_of(loaded)
-    assert [f"the capacity is {capacity:,}: only the newest are loaded" in note for note in notes] == [True]
-    assert capacity - 2 * (1 << 16) <= len(text) <= capacity + (1 << 16)
-    assert len(text) >= capacity
-    assert np.array_equal(text, text_of(corpus)[-len(text) :])
-    assert (text == SEPARATOR).sum() == loaded.requests
-    assert_whole(loaded)
-
-
 def test_another_match_depth_is_refused(path):
     save(built(some_requests(10)), path)
     with pytest.raises(SnapshotError, match=f"match depth of {DEPTH}, not 9"):
         load(path, CAPACITY, 9)
-
-
-def test_learning_starts_again_after_a_change_of_the_tables(path, monkeypatch, caplog):
-    corpus = built(some_requests(50))
-    corpus.learned.cells[:, 0] = 0.25
-    save(corpus, path)
-    assert load(path, CAPACITY, DEPTH).corpus.learned.cells[0, 0] == 0.25
-    monkeypatch.setattr(ssd.kernels.probabilities, "SHARE_BUCKETS", 12)
-    loaded = load(path, CAPACITY, DEPTH)
-    assert "learning starts again" in loaded.notes[0]
-    assert "learning starts again" in caplog.text
-    assert loaded.corpus.learned.cells[0, 0] != 0.25
-    assert loaded.corpus.tokens == corpus.tokens
 
 
 def refuse(path, error=DamagedError, word=""):
@@ -118,8 +88,8 @@ def refuse(path, error=DamagedError, word=""):
 def test_a_file_cut_anywhere_is_refused(path):
     save(built(some_requests(20)), path)
     whole = path.read_bytes()
-    places = np.random.default_rng(0).integers(BLOCK, len(whole), 50).tolist()
-    for size in [*range(BLOCK + 1), *places, len(whole) - 1]:
+    places = np.random.default_rng(0).integers(BLOCK, len(whole), 30).tolist()
+    for size in [*range(40), *range(40, BLOCK, 99), BLOCK - 1, BLOCK, *places, len(whole) - 1]:
         os.truncate(path, 0)
         path.write_bytes(whole[:size])
         refuse(path)
@@ -130,8 +100,8 @@ def test_a_file_cut_anywhere_is_refused(path):
 def test_a_flipped_bit_is_refused(path):
     save(built(some_requests(20)), path)
     whole, rng = path.read_bytes(), np.random.default_rng(0)
-    inside = rng.integers(0, len(whole), 150).tolist()
-    for place in [*range(0, BLOCK, 7), *inside]:
+    inside = rng.integers(0, len(whole), 60).tolist()
+    for place in [*range(0, BLOCK, 31), *inside]:
         damaged = bytearray(whole)
         damaged[place] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged)
@@ -209,22 +179,23 @@ def test_impossible_contents_are_refused(path, name, at, value):
         load(path, CAPACITY, DEPTH)
 
 
-def test_text_and_counters_are_loaded_without_tables_of_another_layout(path):
+def test_text_and_counters_are_loaded_without_tables_of_another_layout(path, monkeypatch, caplog):
     """Another version may have other tables, and tables of other sizes."""
     corpus, stats = built(some_requests(200)), Stats()
     stats.record_path(committed=3, verified=2, accepted=1)
     save(corpus, path, stats)
-    facts = read_sections(path)["facts"].copy()
-    facts[3] += 1
     other = np.full(7, np.nan, np.float32)
-    rewrite(path, facts=facts, **{"odds.cells": other, "odds.logits": None, "odds.biases": other})
-    loaded = load(path, CAPACITY, DEPTH)
+    rewrite(path, **{"odds.cells": other, "odds.logits": None, "odds.biases": other})
+    with monkeypatch.context() as patch:
+        patch.setattr(ssd.kernels.probabilities, "SHARE_BUCKETS", 12)
+        loaded = load(path, CAPACITY, DEPTH)
     assert len(loaded.notes) == 1
     assert "learning starts again" in loaded.notes[0]
+    assert "learning starts again" in caplog.text
     assert (loaded.stats.steps, loaded.stats.accepted) == (1, 1)
     assert_whole(loaded.corpus)
     fresh = Corpus(CAPACITY, DEPTH).learned
-    assert all(np.array_equal(*pair) for pair in zip(loaded.corpus.learned.arrays, fresh.arrays, strict=True))
+    assert all(np.array_equal(*pair) for pair in zip(loaded.corpus.learned, fresh, strict=True))
     assert_same_drafts(corpus, loaded.corpus, some_requests(200)[-50:])
 
 
@@ -256,7 +227,9 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_not_called_damaged(path
     refuse(path, SnapshotError)
 
 
-def test_a_failed_save_leaves_the_old_file_unchanged(path, monkeypatch):
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_save_leaves_the_old_file_unchanged(path, monkeypatch, step):
+    """A killed process leaves it too, since the new file has its name only once it is complete on the disk."""
     corpus = built(some_requests(20))
     save(corpus, path)
     whole = path.read_bytes()
@@ -266,7 +239,7 @@ def test_a_failed_save_leaves_the_old_file_unchanged(path, monkeypatch):
         def fail(*_):
             raise OSError(28, "No space left on device")
 
-        patch.setattr(os, "replace", fail)
+        patch.setattr(os, step, fail)
         with pytest.raises(SnapshotError, match="No space left on device") as kept:
             save(corpus, path)
     # A reference to the error does not delay changes.
@@ -305,25 +278,6 @@ def test_a_file_that_another_process_writes_is_not_removed(path, monkeypatch, wh
     assert load(path, CAPACITY, DEPTH).corpus.requests == 5
     assert len(looked) == (2 if when[1] == "mkstemp" else 1)
     assert [left.name for left in path.parent.iterdir()] == [path.name]
-
-
-def test_saves_of_the_same_file_do_not_disturb_each_other(path):
-    corpus, problems = built(some_requests(5)), []
-
-    def save_some():
-        try:
-            for _ in range(30):
-                save(corpus, path)
-        except SnapshotError as problem:
-            problems.append(problem)
-
-    savers = [threading.Thread(target=save_some, daemon=True) for _ in range(3)]
-    for saver in savers:
-        saver.start()
-    for saver in savers:
-        saver.join(60)
-    assert not problems
-    assert load(path, CAPACITY, DEPTH).corpus.requests == 5
 
 
 def test_the_error_names_a_missing_folder(path):
@@ -436,20 +390,6 @@ def test_a_save_whose_text_is_always_replaced_gives_up(path, monkeypatch):
     assert list(path.parent.iterdir()) == []
 
 
-def test_forgotten_requests_are_not_in_the_file(path):
-    secret = np.arange(5000, 5100, dtype=np.uint32)
-    corpus = built(some_requests(200))
-    fill(corpus, [secret], "mine")
-    fill(corpus, some_requests(100))
-    save(corpus, path)
-    assert secret.tobytes() in path.read_bytes()
-    corpus.forget("mine")
-    save(corpus, path)
-    data = path.read_bytes()
-    assert not any(secret[at : at + 3].tobytes() in data for at in range(97))
-    assert_whole(load(path, CAPACITY, DEPTH).corpus)
-
-
 def test_a_file_is_private_and_its_sections_are_read_only(path):
     corpus = built(some_requests(200))
     save(corpus, path)
@@ -457,24 +397,3 @@ def test_a_file_is_private_and_its_sections_are_read_only(path):
     sections = read_sections(path)
     assert not sections["order"].flags.writeable
     assert sections["text"].tolist() == text_of(corpus).tolist()
-
-
-@pytest.mark.parametrize("capacity", [CAPACITY, 4096])
-def test_tags_of_rollouts_are_loaded(path, capacity):
-    tags = [Rollout("a", 3).tag, NO_TAG, Rollout("b", 4).tag]
-    corpus = Corpus(CAPACITY, DEPTH)
-    for number in range(90):
-        corpus.append(np.full(95, number, np.uint32), tag=tags[number % 3])
-    corpus.refresh()
-    save(corpus, path)
-    loaded = load(path, capacity, DEPTH).corpus
-    assert loaded.state().rows["tag"].tolist() == (tags * 30)[-loaded.requests :]
-    assert _tags_of(loaded) == _tags_of(corpus)[-len(_tags_of(loaded)) :]
-    assert len(set(_tags_of(loaded))) == 3
-
-
-def _tags_of(corpus):
-    """Return the tag in the middle of each request."""
-    state = corpus.state()
-    middles = [int(first) + 48 for first in state.rows["first"][1:]]
-    return [int(state.ring.tags[middle % state.ring.capacity // TAGGED]) for middle in middles]

@@ -10,20 +10,6 @@ from ssd.corpus import tier as module
 from ssd.corpus.tier import ReadersError, Tier, empty_suffix_array
 
 
-def test_a_suffix_array_is_waited_for_until_there_are_no_references():
-    tier = Tier(4)
-    assert tier.wait_until_unread(0)
-    tier.next_buffer().array[:2] = (3, 1)
-    tier.publish(2)
-    read = tier.newest
-    tier.replace(empty_suffix_array())
-    assert not tier.wait_until_unread(0)
-    assert read.positions.tolist() == [3, 1]
-    del read
-    assert tier.wait_until_unread(0)
-    tier.wait_for_readers()
-
-
 @pytest.mark.parametrize("change", [Tier.next_buffer, Tier.release, lambda tier: tier.replace(empty_suffix_array())])
 def test_changes_wait_until_the_previous_suffix_array_has_no_readers(change):
     tier, done = Tier(4), threading.Event()
@@ -60,16 +46,17 @@ def test_a_change_gives_up_if_a_reader_does_not_end(monkeypatch):
     tier.publish(1)
 
 
-def test_positions_that_are_kept_are_not_waited_for_and_not_overwritten():
+@pytest.mark.parametrize("readers", [1, 2])
+def test_positions_that_are_kept_are_not_waited_for_and_not_overwritten(readers):
     tier = Tier(4)
     tier.next_buffer().array[:2] = (3, 1)
     tier.publish(2)
-    kept = tier.keep(), tier.keep()
+    kept = [tier.keep() for _ in range(readers)]
     for number in range(4):
         tier.next_buffer().array[:] = number
         tier.release()
         tier.publish(4)
-    assert [each.tolist() for each in kept] == [[3, 1]] * 2
+    assert [each.tolist() for each in kept] == [[3, 1]] * readers
     # Their buffer is not held any longer than they are, and no other one was needed.
     ended = weakref.ref(kept[0].base)
     one, other = tier.next_buffer(), tier._front

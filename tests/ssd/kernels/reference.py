@@ -10,7 +10,6 @@ import numpy as np
 from ssd import SuffixDrafter
 from ssd.kernels.candidates import CONSIDERED, DROPPED_MISSES
 from ssd.kernels.estimate import BLEND_PRIOR
-from ssd.kernels.evidence import Evidence
 from ssd.kernels.grow import EXPLORED, MIN_SCORE
 from ssd.kernels.probabilities import (
     FINAL_SEEN_CAP,
@@ -72,7 +71,7 @@ class Candidate:
     inputs: dict[int, tuple[int, float]] = field(default_factory=dict)
     """By index of the input: its cell (-1 for a blend), and its value."""
     source: int = GLOBAL
-    """That of the longest match that the token follows."""
+    """Source of the longest match that the token follows."""
     final_cell: int = 0
     mixed: float = 0.0
     prob: float = 0.0
@@ -91,9 +90,9 @@ class DraftReference:
 
     def __init__(self, drafter: SuffixDrafter, own: Sequence[int], *, cost: float) -> None:
         self.drafter, self.own = drafter, list(own)
-        self.nodes = drafter._sequences.tables[1][0]
+        self.nodes = drafter._sequences.tables.nodes[0]
         self.state = drafter._sequences.state[0]
-        self.evidence = next(part for part in drafter._frame.parts if isinstance(part, Evidence))
+        self.evidence = drafter._frame.arrays.evidence
         self.learned = drafter.corpus.learned
         self.threshold = np.float32(cost * speedup_of(drafter.budget))
         self.is_tree = drafter.config.draft_shape == "tree"

@@ -12,7 +12,7 @@ from tests.ssd.kernels.reference import DraftReference, learn
 from tests.strategies import ALPHABETS, array, examples
 
 MAX_DRAFT = 12
-COSTS = st.sampled_from([0.001, 0.02, 0.1])
+COSTS = st.sampled_from([0.001, 0.02, 0.1, 0.3])
 
 
 def worlds():
@@ -71,13 +71,13 @@ def drafter_in(world, seed=None, **settings):
     return drafter
 
 
-@given(worlds(), st.sampled_from(["path", "tree"]), COSTS, st.integers(1, MAX_DRAFT), st.integers(0, 1000))
-@examples(100)
+@given(worlds(), st.sampled_from(["path", "tree"]), COSTS, st.integers(0, MAX_DRAFT + 3), st.integers(0, 1000))
+@examples(200)
 def test_drafts_and_what_is_learned_are_those_of_a_slow_reference(world, shape, cost, limit, seed):
     prompt = world[1]
     with drafter_in(world, seed, draft_shape=shape) as drafter:
         drafts = drafter.draft(progress_of({1: []}, limit, cost=cost))
-        if not prompt:
+        if not prompt or not limit:
             assert len(drafts.tokens) == 0
             return
         reference = DraftReference(drafter, prompt, cost=cost)
@@ -122,7 +122,7 @@ def assert_best_candidates_are_drafted(drafter, reference, drafts, limit):
     waiting, added = [], list(zip(drafts.parents.tolist(), drafts.tokens.tolist(), strict=True))
     for index in range(len(added) + 1):
         if nodes[index, CANDIDATES] == NOT_ESTIMATED:
-            assert index == len(added) == limit
+            assert index == len(added) == min(limit, MAX_DRAFT)
             return
         finals = estimates[index, : nodes[index, CANDIDATES], FINAL]
         total = np.float32(0)
@@ -132,7 +132,7 @@ def assert_best_candidates_are_drafted(drafter, reference, drafts, limit):
             waiting = []
         for token, final in zip(candidates[index, :, 0].astype(np.uint32).tolist(), finals, strict=False):
             path_prob = probs[index, 1] * (final / max(np.float32(1), total))
-            if path_prob >= reference.threshold and nodes[index, DEPTH] < MAX_DRAFT:
+            if path_prob >= reference.threshold:
                 waiting.append((path_prob, index - 1, token))
         if index == len(added):
             assert not waiting
@@ -146,7 +146,7 @@ def assert_best_candidates_are_drafted(drafter, reference, drafts, limit):
 def assert_learning_matches(drafter, nodes, drafts, seed):
     """Commit a path of the draft and another token, and compare the learned tables."""
     learned, rng = drafter.corpus.learned, np.random.default_rng(seed)
-    cells, logits, weights = (array.astype(np.float64) for array in learned.arrays[:3])
+    cells, logits, weights = (array.astype(np.float64) for array in learned[:3])
     paths = list(nodes)
     path = list(paths[rng.integers(len(paths))])
     last = nodes[tuple(path)]
@@ -163,5 +163,5 @@ def assert_learning_matches(drafter, nodes, drafts, seed):
     learn(visited, cells, logits, weights)
     at = _estimated_cells(len(cells))
     np.testing.assert_allclose(learned.cells[at], cells[at], atol=1e-3)
-    np.testing.assert_allclose(learned.logits[at], logits[at], atol=0.1)
+    np.testing.assert_allclose(learned.logits[at], logits[at], atol=0.07)  # Logits are interpolated.
     np.testing.assert_allclose(learned.weights, weights, atol=1e-3)

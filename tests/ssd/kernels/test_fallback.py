@@ -1,16 +1,18 @@
 """Fallback candidates: counted tokens, their probabilities, and who may be offered them."""
 
 import threading
+from bisect import bisect
 from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.drafters.rest import RestDrafter
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
+from ssd.kernels.arrays import allocate
 from ssd.kernels.fallback import (
     CONTEXT_BITS,
     FIRST_SLOTS,
@@ -20,15 +22,15 @@ from ssd.kernels.fallback import (
     SLOTS_WITHOUT_CONTEXT,
     TOTAL_SLOTS,
     FallbackTable,
+    FoundFallbacks,
     find_fallbacks,
     first_slot,
     learn_missed,
-    new_found,
 )
 from ssd.kernels.frame import Model
 from ssd.kernels.jit import Int, Tokens, kernel
 from ssd.kernels.learned import LearnedTables
-from ssd.kernels.probabilities import FALLBACK_CELLS, MEAN, SEEN, SEEN_CAP, fallback_cell
+from ssd.kernels.probabilities import FALLBACK_CELLS, MEAN, SEEN, SEEN_CAP
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT
 from ssd.types import ROOT, Source
 from tests.replay import progress_of
@@ -39,7 +41,7 @@ SECRET = 7777
 
 
 def model_of(table, learned=None):
-    return Model(*(learned or LearnedTables()).arrays, table.arrays)
+    return Model(learned or LearnedTables.new(), table.arrays)
 
 
 def candidates_with(tokens):
@@ -89,7 +91,10 @@ class NaiveTable:
         total = sum(count for _, count in entries[:SLOTS])
         others = [entry for entry in entries if entry[0] not in known]
         return [
-            (token, fallback_cell.py_func(size, rank, count, total))
+            (
+                token,
+                FALLBACK_CELLS + ((size * 8 + rank) * 4 + bisect([2, 4, 8], count)) * 4 + min(3, 4 * count // total),
+            )
             for rank, (token, count) in enumerate(islice(others, 8))
         ]
 
@@ -128,10 +133,12 @@ def events():
     st.sampled_from([0.0, 0.02]),
     st.booleans(),
 )
+@example([([text, 2, 4], 20 * text + each) for text in (1, 3) for each in range(8)], [1, 2, 4], set(), 0.0, True)
+@example([([1], token) for token in (5, 5, 5, 6)], [1], set(), 0.0, True)  # exactly three quarters
 @examples(100)
 def test_candidates_and_means_are_those_of_a_naive_table(events, text, known, least, is_counted):
     # The contexts of four tokens have different hashes; that is checked below.
-    table, learned = FallbackTable(0.0), LearnedTables()
+    table, learned = FallbackTable(0.0), LearnedTables.new()
     learned.cells[FALLBACK_CELLS:, MEAN] = np.random.default_rng(0).random(len(learned.cells) - FALLBACK_CELLS)
     naive = NaiveTable(learned.cells)
     half = len(events) // 2
@@ -146,7 +153,7 @@ def test_candidates_and_means_are_those_of_a_naive_table(events, text, known, le
 
 def candidates_of(table, text, known, left, learned, least=0.0):
     """Return the fallback candidates of a node with the other candidates `known`, and their probabilities."""
-    found, text = new_found(), array(text)
+    found, text = allocate(FoundFallbacks), array(text)
     left, least = np.float32(left), np.float32(least)
     model = model_of(table, learned)
     count = find_fallbacks(found, model, candidates_with(known), len(known), text.ctypes.data, len(text), left, least)

@@ -17,7 +17,7 @@ def test_the_file_is_of_these_tables():
 
 
 def test_new_tables_start_with_what_was_learned_of_matches_but_not_of_tokens():
-    tables, (formulas, _, weights) = LearnedTables(), start_values(None)
+    tables, (formulas, _, weights) = LearnedTables.new(), start_values(None)
     changed = (tables.cells != formulas).any(axis=1)
     assert changed[:TOKEN_CELLS].sum() > 1000
     assert changed[FALLBACK_CELLS:].any()
@@ -28,14 +28,14 @@ def test_new_tables_start_with_what_was_learned_of_matches_but_not_of_tokens():
 
 def test_new_tables_compile_nothing():
     """All kernels are compiled in advance, but not their helpers."""
-    LearnedTables()
+    LearnedTables.new()
     assert logit.signatures == []
 
 
 def test_tables_do_not_share_memory():
-    first = LearnedTables()
+    first = LearnedTables.new()
     first.cells[:, MEAN] = 0.5
-    assert (LearnedTables().cells[:, MEAN] != 0.5).any()
+    assert (LearnedTables.new().cells[:, MEAN] != 0.5).any()
 
 
 def test_a_file_for_other_tables_is_refused(tmp_path, caplog):

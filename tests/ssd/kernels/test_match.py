@@ -7,16 +7,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ssd.corpus.rollout import NO_TAG, TAGGED
+from ssd.kernels.arrays import allocate
 from ssd.kernels.evidence import (
     BLOCK_BITS,
     GROWTH,
     LIBRARY_FROM,
     NO_LIVE_TIER,
     ROUNDS,
+    Evidence,
     SearchedText,
     gather,
     gather_libraries,
-    new_evidence,
 )
 from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, TIER_COLUMNS, place_all, place_spans
 from ssd.kernels.probabilities import LEVELS, OF_LIBRARIES, SAMPLES
@@ -63,7 +64,7 @@ class Tiers:
 
         libraries: `Tiers` of libraries, whose tiers are numbered after the own ones.
         """
-        text, evidence = Text(context), new_evidence(1)
+        text, evidence = Text(context), allocate(Evidence, searches=1)
         write_evidence(
             evidence,
             self.table(newest, slots),
@@ -244,6 +245,7 @@ def test_an_age_is_the_number_of_later_tokens_around_the_ring():
     ),
     st.lists(st.integers(0, 2), max_size=10),
 )
+@example([(5, [1] * (TAGGED - 1))] * 2, [1])  # more occurrences than samples
 @examples(200)
 def test_the_second_level_of_a_group_is_its_longest_match_and_newest_samples(blocks, context):
     """Each request has a block of its own, so that each position has the tag of its request."""

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd import Corpus, DrafterConfig, Progress, SuffixDrafter
-from ssd.kernels.fallback import Found
+from ssd.kernels.fallback import FoundFallbacks
 from ssd.kernels.noise import (
     LEAST_LEFT,
     MEAN_NOISE,
@@ -18,6 +17,8 @@ from ssd.kernels.noise import (
     noise_of,
 )
 from ssd.kernels.probabilities import ESTIMATE_COLUMNS, FINAL, LOG_PROB, NOISE, NOISE_WEIGHTS
+from ssd.replay import replay
+from tests.replay import drafter_of, recording_of
 from tests.strategies import examples
 
 SEED, POSITION = 12, 34
@@ -49,7 +50,7 @@ def run(candidates, estimates, weights, token):
 
 @numba.njit
 def run_fallbacks(tokens, probs, left, weights):
-    fallbacks_given_noise(Found(tokens, probs), len(tokens), np.float32(left), key_of(SEED, POSITION), weights)
+    fallbacks_given_noise(FoundFallbacks(tokens, probs), len(tokens), np.float32(left), key_of(SEED, POSITION), weights)
 
 
 def log_probs(probs, noise, weights):
@@ -107,29 +108,19 @@ def test_fallback_candidates_share_what_is_left(shares, left):
 
 def sampled_steps(seed_given, requests=120, length=40):
     """Return the steps of a drafter for a target that samples from a Markov chain with keyed noise."""
-    rng = np.random.default_rng(0)
+    rng, texts = np.random.default_rng(0), []
     chain = np.log(rng.dirichlet(np.full(4, 0.8), size=32))
     following = np.stack([rng.permutation(32)[:4] for _ in range(32)])
-    steps = 0
-    with SuffixDrafter(DrafterConfig(max_draft=8, cost=0.02), corpus=Corpus(8192)) as drafter:
-        for request in range(requests):
-            text = [request % 8]
-            for position in range(1, length + 1):
-                noise = [noise_of(request, position, int(token)) for token in following[text[-1]]]
-                text.append(int(following[text[-1]][np.argmax(chain[text[-1]] + noise)]))
-            drafter.start(request, np.array(text[:1], np.uint32), seed=seed_given(request))
-            done, committed, verified = 1, 0, 0
-            while done < len(text):
-                added = np.array(text[done - committed : done], np.uint32)
-                draft = drafter.draft(Progress.of_one(request, added, verified=verified, max_draft=8)).tokens.tolist()
-                verified = len(draft)
-                agreed = next((at for at, token in enumerate(draft) if [token] != text[done + at :][:1]), len(draft))
-                committed = min(agreed + 1, len(text) - done)
-                done += committed
-                steps += request >= requests // 4
-            drafter.finish(request, np.array(text[done - committed :], np.uint32), verified=verified)
-            drafter.corpus.refresh()
-    return steps
+    for request in range(requests):
+        texts.append([request % 8])
+        for position in range(1, length + 1):
+            last = texts[-1][-1]
+            noise = [noise_of(request, position, int(token)) for token in following[last]]
+            texts[-1].append(int(following[last][np.argmax(chain[last] + noise)]))
+    recording = recording_of([(text[:1], text[1:]) for text in texts])
+    with drafter_of(capacity=8192, max_draft=8, cost=0.02) as drafter:
+        counts = replay(recording, drafter, max_draft=8, options=lambda request: {"seed": seed_given(request)})
+    return counts.steps[requests // 4 :].sum()
 
 
 def test_a_known_noise_reduces_the_steps():

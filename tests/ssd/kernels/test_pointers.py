@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from ssd.corpus.view import RING_OLDEST
 from ssd.kernels.candidates import DROPPED_MISSES
 from ssd.kernels.pointers import CLEAR_MISSES_AFTER, POINTER_FROM
 from ssd.kernels.probabilities import GLOBAL, LOCAL, SAMPLES
@@ -99,6 +100,7 @@ def continued(text, pointers, own, count, token):
 
 @given(copies(), st.sampled_from(["path", "tree"]))
 @example(([list(range(50))], list(range(8)), [(5, 60), (20, 60), (2, 61)]), "path")  # clears the misses
+@example(([list(range(50))], list(range(8)), [(5, 60), (16, 60), (2, 61)]), "path")  # with the last token that it needs
 @examples(200)
 def test_pointers_and_their_predictions_on_a_draft_are_those_of_a_slow_reference(world, shape):
     requests, prompt, steps = world
@@ -119,7 +121,7 @@ def test_pointers_and_their_predictions_on_a_draft_are_those_of_a_slow_reference
             pointers[LOCAL] = pointers[LOCAL].moved(own, range(1, len(own)), own)
             assert pointers_of(drafter) == pointers
             paths = [[], *branches(drafts.tokens.tolist(), drafts.parents.tolist())]
-            nodes = drafter._sequences.tables[1][0, : len(paths)]
+            nodes = drafter._sequences.tables.nodes[0, : len(paths)]
             for source, from_text in ((GLOBAL, text), (LOCAL, own)):
                 expected = [pointers[source].on_path(from_text, path) for path in paths] if own else []
                 assert predictions_of(nodes, source)[: len(expected)] == expected
@@ -148,12 +150,21 @@ def test_a_pointer_to_overwritten_text_is_dropped():
         drafter.start(1, array(copied[:20]), learn=False)
         assert drafter.draft(progress_of({1: []}, 4)).tokens.tolist() == copied[20:24].tolist()
         assert pointers_of(drafter)[GLOBAL].place == 20
-        while drafter.corpus.view.arrays[2][1] < 70_000:
+        while drafter.corpus.view.arrays.ring[RING_OLDEST] < 70_000:
             drafter.corpus.append(array(newer))
             drafter.corpus.refresh()
         # The slots of the copied text contain another request now.
         assert drafter.draft(progress_of({1: copied[20:22]}, 4, cost=1e-6)).tokens.tolist() == []
         assert pointers_of(drafter)[GLOBAL].place is None
+
+
+def test_a_pointer_is_followed_until_it_has_too_many_misses():
+    with drafter_of([list(range(50))]) as drafter:
+        drafter.start(1, array(range(8)), learn=False)
+        drafter.draft(progress_of({1: []}, 1))
+        for missed in range(1, DROPPED_MISSES + 2):
+            drafted = drafter.draft(progress_of({1: [60 + missed]}, 8, cost=1e-6)).tokens.tolist()
+            assert (8 + missed in drafted) == (missed <= DROPPED_MISSES)
 
 
 def test_no_pointer_is_set_to_a_running_request():

@@ -1,14 +1,12 @@
 """A step of a batch: drafts depend on the text only, and a refused step changes nothing."""
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.types import Progress
-from tests.replay import accepted_path, drafter_of, progress_of
+from ssd.replay import replay
+from tests.replay import drafter_of, progress_of, recording_of
 from tests.strategies import ALPHABETS, array, examples
 
 SHAPES = st.sampled_from(["path", "tree"])
@@ -82,39 +80,12 @@ def test_room_is_made_for_a_step_that_commits_many_tokens():
 
 def replayed(shape):
     """Return all drafts of a few requests that run two at a time, and the counters."""
-    rng = np.random.default_rng(3)
+    rng, seen = np.random.default_rng(3), []
     phrases = rng.integers(0, 30, (8, 6))
     texts = [phrases[rng.integers(0, 8, 10)].ravel() for _ in range(12)]
-    seen = []
     with drafter_of(draft_shape=shape) as drafter:
-        for first in range(0, len(texts), 2):
-            done = {}
-            for sequence_id in (first, first + 1):
-                drafter.start(sequence_id, texts[sequence_id][:10].astype(np.uint32))
-                done[sequence_id] = 10
-            outcome = {sequence_id: ([], 0) for sequence_id in done}
-            for _ in range(12):
-                runs = [np.array(tokens, np.uint32) for tokens, _ in outcome.values()]
-                drafts = drafter.draft(
-                    Progress(
-                        np.array(list(outcome), np.uint64),
-                        np.concatenate(runs),
-                        np.cumsum([0, *map(len, runs)]).astype(np.uint32),
-                        np.array([verified for _, verified in outcome.values()], np.uint32),
-                        np.full(2, 6, np.uint32),
-                    )
-                )
-                seen += contents(drafts)
-                drafter.corpus.refresh()
-                for index, sequence_id in enumerate(list(outcome)):
-                    left = texts[sequence_id][done[sequence_id] :]
-                    accepted = len(accepted_path(drafts, index, left))
-                    tokens = left[: accepted + 1]
-                    done[sequence_id] += len(tokens)
-                    outcome[sequence_id] = (tokens, len(drafts.tokens_of(index)))
-            for sequence_id, (tokens, verified) in outcome.items():
-                drafter.finish(sequence_id, tokens.astype(np.uint32), verified=verified)
-            drafter.corpus.refresh()
+        recording = recording_of([(text[:10], text[10:]) for text in texts])
+        replay(recording, drafter, concurrency=2, max_draft=6, observe=lambda step: seen.append(contents(step.drafts)))
         return seen, [counter.tolist() for counter in drafter.stats.counters]
 
 
@@ -124,23 +95,3 @@ def test_the_same_requests_in_the_same_order_give_the_same_drafts(shape):
     assert (drafts, counters) == replayed(shape)
     steps, committed, _ = counters[0]
     assert committed / steps > 1.5
-
-
-def test_a_kept_error_does_not_block_the_maintainer():
-    """The view that a refused step read is released although the error holds the frames."""
-    with drafter_of() as drafter:
-        drafter.start(1, array([1]))
-        with pytest.raises(ValueError, match="offered 0 tokens") as error:
-            drafter.draft(progress_of({1: [2]}, limit=4, verified=1))
-
-        def learn():
-            for _ in range(3):
-                drafter.corpus.append(array([1, 2, 3]))
-                drafter.corpus.refresh()
-
-        learning = threading.Thread(target=learn, daemon=True)
-        learning.start()
-        learning.join(30)
-        is_stuck = learning.is_alive()
-        assert error.value.__traceback__ is not None
-        assert not is_stuck

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import tempfile
-from io import BytesIO
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from drafter_service.commands.advise import trials
 from drafter_service.commands.advise.advice import advise, plan_samples, plan_whole
 from drafter_service.commands.advise.page import HEADS
 from drafter_service.commands.advise.reading import LogFacts
-from drafter_service.commands.advise.trials import Origins, run_trials
+from drafter_service.commands.advise.trials import run_trial
 from drafter_service.commands.main import cli
 from drafter_service.settings.tree import load_settings
 from ssd.budget.cost_profile import CostProfile
@@ -29,12 +28,11 @@ CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n
 def advice_of(recording, concurrency=1, profile=CHEAP, sampled=None):
     """Return the advice; sampled: another log with which settings are compared."""
 
-    def run_all(recording, trials):
-        return run_trials(recording, BytesIO(), profile, trials, lambda _tokens: None)
-
     sampled = sampled or recording
-    samples = run_all(sampled, plan_samples(sampled, profile, concurrency))
-    [whole] = run_all(recording, [plan_whole(recording, concurrency, samples)])
+    samples = [
+        run_trial(sampled, profile, each, lambda _: None) for each in plan_samples(sampled, profile, concurrency)
+    ]
+    whole = run_trial(recording, profile, plan_whole(recording, concurrency, samples), lambda _: None)
     return advise(recording, LogFacts(), profile, samples, whole, concurrency)
 
 
@@ -64,7 +62,7 @@ def test_the_headline_is_for_paths_where_trees_would_gain_more():
     """Each word of an output is followed by one of two, which a path cannot both draft."""
     rng = np.random.default_rng(0)
     requests = []
-    for _ in range(60):
+    for _ in range(40):
         words, last = [], 0
         for _ in range(20):
             last = 1 + (2 * last + int(rng.integers(2))) % 30
@@ -80,7 +78,7 @@ def test_the_headline_is_for_paths_where_trees_would_gain_more():
 
 
 def test_random_outputs_do_not_pay():
-    advice = advice_of(recording_of(random_requests()))
+    advice = advice_of(recording_of(random_requests()), sampled=recording_of(random_requests(4, 20)))
     assert advice.verdict.startswith("Drafting is not worthwhile")
     assert advice.best.counts.tokens_per_step == pytest.approx(1, abs=0.02)
 
@@ -95,16 +93,16 @@ def test_text_of_other_users_is_told_apart():
 
 def test_capacity_covers_the_age_of_sources():
     """Outputs that repeat one from long ago need a corpus that still has it."""
-    old, noise = repeated_requests(2, 200), random_requests(60, 200, seed=1)
+    old, noise = repeated_requests(2, 200), random_requests(20, 200, seed=1)
     advice = advice_of(recording_of([*old, *noise, *old]), sampled=few_requests())
     ages = [age for age, share in advice.kept if share >= 0.98]
-    assert ages[0] >= 60 * 200
+    assert ages[0] >= 20 * 200
 
 
 def test_without_sources_there_is_no_capacity_curve():
     from drafter_service.commands.advise.advice import _kept
 
-    assert _kept(Origins()) == []
+    assert _kept([]) == []
 
 
 @pytest.fixture
@@ -166,14 +164,25 @@ def test_tokens_of_the_log_are_in_no_file_with_a_name(tmp_path, profile, monkeyp
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
-    def list_folder(recording, tokens, *rest):
-        seen.append((os.fstat(tokens.fileno()).st_size > 0, os.fstat(tokens.fileno()).st_nlink, os.listdir(folder)))
-        return run_trials(recording, tokens, *rest)
+    def list_folder(recording, *rest):
+        seen.append((isinstance(recording.tokens, np.memmap), os.listdir(folder)))
+        return run_trial(recording, *rest)
 
-    monkeypatch.setattr(trials, "run_trials", list_folder)
-    log = write_log(tmp_path / "log.jsonl", repeated_requests())
+    monkeypatch.setattr(trials, "run_trial", list_folder)
+    log = write_log(tmp_path / "log.jsonl", repeated_requests(4, 20))
     assert run("--from", log, "--cost-profile", profile).exit_code == 0
-    assert seen == [(True, 0, [])] * 2
+    assert {(is_mapped, *names) for is_mapped, names in seen} == {(True,)}
+
+
+def test_an_interruption_writes_nothing(tmp_path, profile, monkeypatch):
+    def interrupt(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials, "run_trial", interrupt)
+    log, page = write_log(tmp_path / "log.jsonl", repeated_requests(2)), tmp_path / "a.html"
+    result = run("--from", log, "--cost-profile", profile, "--out", page)
+    assert (result.exit_code, page.exists()) == (2, False)
+    assert "interrupted; nothing was written" in result.output
 
 
 def test_no_text_appears_in_the_page(tmp_path, profile):
@@ -231,7 +240,7 @@ def test_a_profile_and_a_gpu_cannot_both_be_given(tmp_path, profile):
 
 def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated():
     profile = CostProfile("test", "tiny", {1: {1: 100.0}, 64: {1: 110.0, 4: 120.0}})
-    recording = recording_of(repeated_requests())
+    recording = few_requests()
     for concurrency, is_extrapolated in ((2, False), (8, True)):
         advice = advice_of(recording, concurrency, profile)
         assert {one.trial.concurrency for one in advice.speedups} == {1, 4, concurrency}

@@ -30,12 +30,12 @@ def test_drafts_from_running_requests_are_left_out():
             observe(1, OUTPUT[:4], source)
 
     trace(Source.CORPUS)
-    assert tracer.origins.sources == []
+    assert tracer.origins == []
     trace(Source.LOCAL)
-    assert tracer.origins.sources == [-1]
+    assert [origin.source for origin in tracer.origins] == [-1]
     observe(0, OUTPUT)
     tracer.remember(array([1, *OUTPUT]), None, 0)
     corpus.refresh()
     assert tracer._ends == [corpus.indexed]
     trace(Source.CORPUS)
-    assert (tracer.origins.sources, tracer.origins.accepted) == ([-1, 0], [4, 4])
+    assert [(origin.source, origin.accepted) for origin in tracer.origins] == [(-1, 4), (0, 4)]

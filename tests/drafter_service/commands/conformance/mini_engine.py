@@ -73,10 +73,10 @@ class MiniEngine:
     def send(self, **fields):
         self.step += 1
         request = pb.DraftRequest(step=self.step, **fields)
-        reply = self.checker.answer(self.stream, request.SerializeToString())
-        if reply.response is None:
+        response = self.checker.reply(self.stream, request.SerializeToString())
+        if response is None:
             self.checker.closed(self.stream)
-        return reply
+        return response
 
     def start(self, prompt, committed=()):
         self.last_id += 1
@@ -122,21 +122,21 @@ class MiniEngine:
                 self.last_id, array(unsent), verified=said[0], steps=said[1], max_draft=length - len(output) - 1
             )
             progress.step_times, times = [time for time in times if time is not None], []
-            reply = self.send(batch=batch_message(progress))
-            if reply.response is None:
+            response = self.send(batch=batch_message(progress))
+            if response is None:
                 self.connect()
                 self.again(prompt, output)
                 unsent, verified, steps = [], 0, 0
-            elif reply.response.HasField("error"):
+            elif response.HasField("error"):
                 unsent = self.after_error(unsent)
                 steps = steps if unsent else 0
             else:
-                drafts = drafts_in(reply.response.drafts, 1).tokens.tolist()
+                drafts = drafts_in(response.drafts, 1).tokens.tolist()
                 unsent, verified, steps = [], 0, 0
                 draft = drafts
-                if reply.is_late:
+                if self.stream.is_late:
                     draft, extra = self.dropped(drafts), self.steps_after_late - 1
-                if reply.response.lost_ids:
+                if response.lost_ids:
                     self.again(prompt, output)
         if self.finishes():
             said = self.counts([], verified, steps)

@@ -8,15 +8,16 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.client import DrafterClient
-from drafter_service.commands.conformance import engine_side
-from drafter_service.commands.conformance.engine_side import EngineChecker, run_engine_checks
+from drafter_service.commands.conformance import simulated_service
+from drafter_service.commands.conformance.engine_side import EngineChecker
+from drafter_service.commands.conformance.simulated_service import run_engine_checks
 from drafter_service.commands.main import cli
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.transport.address import Address
+from ssd.replay import replay
 from tests.drafter_service.commands.conformance.mini_engine import LENGTH, PROMPT, VOCAB_SIZE, MiniEngine
-from tests.drafter_service.fake_engine import FakeEngine, Request
 from tests.drafter_service.raw import eventually
-from tests.strategies import array
+from tests.replay import recording_of
 
 PROMPTS = (PROMPT, [5, 6])
 MAX_RUNS = 100
@@ -51,35 +52,20 @@ def output(prompt):
     text = list(prompt)
     while len(text) < len(prompt) + LENGTH:
         text.append(MiniEngine.target(None, text))
-    return text
-
-
-def run_together(client, prompts, first_id):
-    """Run one request for each prompt."""
-    engine = FakeEngine()
-    for number, prompt in enumerate(prompts, first_id):
-        engine.running[number] = Request(output(prompt), len(prompt))
-        client.start(number, array(prompt))
-    ids = list(engine.running)
-    drafts = client.draft(engine.progress(ids, [0] * len(ids)))
-    while ids:
-        engine.verify(ids, drafts)
-        for number in [number for number in ids if engine.limit(number, 1) == 0]:
-            engine.finish(client, number)
-        ids = list(engine.running)
-        drafts = client.draft(engine.progress(ids, [engine.limit(number, 8) for number in ids]))
+    return text[len(prompt) :]
 
 
 @pytest.mark.parametrize("transport", ["socket", "grpc"])
 def test_the_client_passes(transport, socket_address, monkeypatch):
-    monkeypatch.setattr(engine_side, "LATE_S", 0.1)
+    monkeypatch.setattr(simulated_service, "LATE_S", 0.1)
     running_checks = RunningChecks(socket_address if transport == "socket" else "127.0.0.1:0")
     model = ModelIdentity("m", "t", "", VOCAB_SIZE)
+    recording = recording_of([(prompt, output(prompt)) for prompt in PROMPTS])
     with DrafterClient(running_checks.address, deadline_s=0.02, model=model) as client:
         assert client.transport == transport
-        for run in range(MAX_RUNS):
+        for _ in range(MAX_RUNS):
             eventually(lambda: client.lost is None)
-            run_together(client, PROMPTS, 10 * run)
+            replay(recording, client, concurrency=len(PROMPTS), max_draft=8)
             time.sleep(0.005)  # For the last ends, and so that few runs end while an answer is late.
             if running_checks.is_done:
                 break

@@ -5,7 +5,8 @@ from click.testing import CliRunner
 
 from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.commands.conformance import service_side
-from drafter_service.commands.conformance.service_side import GARBAGE, REFUSALS, RULES, RawGrpcStream, ServiceChecker
+from drafter_service.commands.conformance.service_side import GARBAGE, REFUSALS, RULES, ServiceChecker
+from drafter_service.commands.conformance.simulated_engine import RawStream
 from drafter_service.commands.main import cli
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
@@ -84,7 +85,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("direction", "change", "check"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_is_found(address, monkeypatch, direction, change, check):
-    class ChangedStream(RawGrpcStream):
+    class ChangedStream(RawStream):
         def send(self, data):
             if direction == "send" and data != GARBAGE:
                 request = pb.DraftRequest.FromString(data)
@@ -98,7 +99,7 @@ def test_a_fault_is_found(address, monkeypatch, direction, change, check):
                 change(response)
             return response
 
-    monkeypatch.setattr(service_side, "RawGrpcStream", ChangedStream)
+    monkeypatch.setattr(service_side, "RawStream", ChangedStream)
     monkeypatch.setattr(service_side, "LEARNING_TIMEOUT_S", 0.2)
     failures = ServiceChecker(connector(address), "").run().failures
     assert failures.get(f"gRPC, {check}"), failures

@@ -74,10 +74,10 @@ def new_namespace(name="default", **changes):
     return NamespaceFacts(**{**facts, **changes})
 
 
-def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
-    """Return facts of a namespace in use; `level`: approximate acceptance of a draft token."""
+def busy_namespace(name="default", steps=2_000_000, **changes):
+    """Return facts of a namespace in use. Up to a million steps, no two of its totals are equal."""
     stats = Stats()
-    fill(stats, steps, level)
+    fill(stats, steps)
     appended = 9 * steps
     capacity = 16_000_000
     facts = {
@@ -85,7 +85,7 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
         "history": history_of(stats, appended, capacity),
         "corpus": corpus_of(
             capacity,
-            min(appended, capacity),
+            min(appended - 9, capacity),
             min(appended, capacity) // 700,
             appended,
             waiting_tokens=812,
@@ -140,13 +140,13 @@ def begun_namespace():
     return busy_namespace("begun", steps=9, history=history, draft_latency=latency, merge_latency=latency)
 
 
-def fill(stats, steps, level):
+def fill(stats, steps):
     """Set counters to plausible values after `steps` sequence steps."""
     counters = stats.counters
     hits = int(0.83 * steps)
     reached = float(hits)
     for position in range(24):
-        prob = level * (1 - 0.5 * math.exp(-position / 3)) + 0.2
+        prob = 0.72 * (1 - 0.5 * math.exp(-position / 3)) + 0.2
         counters.by_position[position] = int(reached), int(reached * min(0.99, prob))
         reached = counters.by_position[position, 1] * 0.8
     drafted, accepted = counters.by_position.sum(axis=0).tolist()
@@ -217,30 +217,33 @@ def durations(*seconds):
     return latency
 
 
-def filled_stats(seed):
-    """Return statistics with random counts; drafts have 6 positions."""
-    stats, rng = Stats(), np.random.default_rng(seed)
-    for array in stats.counters:
-        array[:] = rng.integers(1, 1000, array.shape)
-    stats.counters.by_position[6:] = 0
-    return stats
-
-
-def filled_namespace(name="main", **changes):
-    """Return facts of a namespace with a small, different value in every field."""
-    counts = {"waiting_tokens": 60, "merges": 50, "base_merges": 40, "full_builds": 30, "forgotten_requests": 20}
-    facts = {
-        "corpus": corpus_of(1000, 900, 80, 70_000, **counts),
-        "shadow": ShadowUse(filled_stats(7), observed=90, scored=70),
-        "memory_bytes": 12_345,
-        "streams": 3,
-        "sequences": 17,
-        "draft_latency": durations(3e-5, 4e-4, 4e-4, 20.0),
-        "merge_latency": durations(0.011),
-        "clients": ClientTotals(timeouts=1, dropped=2, resyncs=3, reconnects=4),
-        "duplicates": 6,
-    }
-    return new_namespace(name, **(facts | changes))
+EVIL = "<script>alert(1)</script>\"'&<b>\x1b[2J[bold]x[/bold]\n名前" + "x" * 80
+"""A name that neither a page nor a terminal may show as it is."""
+LAGGING_LOG = SharedLogReport(
+    published_tokens=10**15,
+    consumed_tokens=10**15,
+    duplicates=10**12,
+    dropped_tokens=10**12,
+    errors=10**12,
+    gaps=9,
+    is_connected=True,
+    lag_s=1e9,
+)
+SERVICES = {
+    "new": lambda: service(),
+    "unused": lambda: service(new_namespace()),
+    "begun": lambda: service(begun_namespace()),
+    "one": lambda: service(busy_namespace()),
+    "few": lambda: service(busy_namespace(), busy_namespace("b", steps=3), new_namespace("c")),
+    "many": lambda: service(*(busy_namespace(f"team-{n}/a-long-name", steps=10 ** (n % 7 + 1)) for n in range(15))),
+    "huge": lambda: service(
+        busy_namespace(EVIL, steps=10**17, model=ModelIdentity(EVIL, EVIL, EVIL)),
+        memory_bytes=10**18,
+        version=EVIL,
+        log=LAGGING_LOG,
+    ),
+}
+"""Services that reports are made of."""
 
 
 class Reporter(drafter_pb2_grpc.DrafterServiceServicer):

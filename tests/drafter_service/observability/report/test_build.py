@@ -30,6 +30,7 @@ from tests.drafter_service.observability.report.samples import (
     new_namespace,
     service,
 )
+from tests.strategies import examples
 
 
 def report_of(*namespaces, **changes):
@@ -276,6 +277,7 @@ def any_namespace(draw):
     )
 
 
+@examples(60)
 @given(namespaces=st.lists(any_namespace(), max_size=2), now=odd_floats)
 def test_any_counters_make_a_valid_document(namespaces, now):
     report = build_report(replace(service(), namespaces=tuple(namespaces), now=now))

@@ -4,34 +4,13 @@ import json
 
 import pytest
 
-from drafter_service.observability.facts import ModelIdentity
+from drafter_service.observability.pages import units
 from drafter_service.observability.report import page as page_module
-from drafter_service.observability.report import units
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.page import render_page
 from tests.browser import CHART_FAULTS, CHROMIUM, DRIVER, OUTSIDE, browser
-from tests.drafter_service.observability.report.samples import (
-    begun_namespace,
-    busy_namespace,
-    new_namespace,
-    service,
-)
+from tests.drafter_service.observability.report.samples import SERVICES
 from tests.markup import tags_of
-
-EVIL = "<script>alert(1)</script>\"'&<b>" + "x" * 80
-
-SERVICES = {
-    "new": lambda: service(),
-    "unused": lambda: service(new_namespace()),
-    "begun": lambda: service(begun_namespace()),
-    "one": lambda: service(busy_namespace()),
-    "few": lambda: service(busy_namespace(), busy_namespace("b", steps=3), new_namespace("c")),
-    "many": lambda: service(*(busy_namespace(f"team-{n}/a-long-name", steps=10 ** (n % 7 + 1)) for n in range(15))),
-    "huge": lambda: service(
-        busy_namespace(EVIL, steps=10**17, model=ModelIdentity(EVIL, EVIL, EVIL)), memory_bytes=10**18, version=EVIL
-    ),
-}
-
 
 REPORTS = {name: build_report(facts()) for name, facts in SERVICES.items()}
 
@@ -154,8 +133,9 @@ def test_values_on_the_page_are_those_of_the_json(tab, page_of):
     assert shown("By source", 0) == columns(known["by_source"], "source", *tally)
     assert shown("By age of the text") == columns(known["age"]["bins"], *tally)
     assert shown("Calibration") == columns(known["calibration"]["bins"], "predicted", "acceptance", "drafted")
-    over_time = ("tokens_per_step", "hit_rate", "acceptance", "committed", "timeouts")
-    assert shown("Over time") == columns(known["over_time"], *over_time)
+    periods = known["over_time"]
+    assert shown("Over time") == columns(periods, "tokens_per_step", "committed", "timeouts")
+    assert shown("Hit rate and acceptance over time") == columns(periods, "hit_rate", "acceptance")
     assert shown("Occupancy") == columns(known["over_time"], "corpus_tokens", "learned_tokens", "memory_bytes")
     for title, field in (("Draft latency", "draft_latency"), ("Merge latency", "merge_latency")):
         assert shown(title) == columns(known[field]["bins"], "count")

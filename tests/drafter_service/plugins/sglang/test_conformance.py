@@ -3,6 +3,7 @@
 Skipped where SGLang is not installed.
 """
 
+import json
 from array import array
 from importlib.metadata import EntryPoint, EntryPoints, version
 from inspect import isfunction
@@ -13,10 +14,11 @@ import torch
 
 from drafter_service.plugins.options import End, HostLimits
 from drafter_service.plugins.settings import PluginSettings
+from drafter_service.plugins.sglang import worker
 from drafter_service.plugins.sglang.algorithm import TESTED
 from drafter_service.plugins.sglang.worker import open_session
-from tests.drafter_service.plugins import signatures
 from tests.drafter_service.plugins.sglang.host import import_sglang
+from tests.drafter_service.raw import eventually
 
 NODES = 6
 VOCAB_SIZE = 100
@@ -58,10 +60,8 @@ def resolved(arguments):
     return resolving_view(arguments)
 
 
-def test_the_host_is_a_tested_version_with_the_recorded_signatures():
+def test_the_host_is_a_tested_version():
     assert version("sglang") in TESTED
-    recorded = signatures.load("sglang")
-    assert signatures.record(recorded) == recorded
 
 
 def test_the_algorithm_answers_all_questions_as_ngram(algorithm):
@@ -106,7 +106,7 @@ def test_arguments_that_are_not_supported_are_refused(algorithm, arguments, reas
 
 def test_an_untested_version_and_unreadable_settings_are_refused(algorithm, monkeypatch):
     monkeypatch.setenv("SSD_PLUGIN", '{"adress": "unix:/tmp/x"}')
-    with pytest.raises(ValueError, match="unknown setting 'adress'"):
+    with pytest.raises(ValueError, match="there is no setting adress"):
         resolved(server_args())
     monkeypatch.setattr("drafter_service.plugins.sglang.algorithm.TESTED", ("0.1",))
     with pytest.raises(ValueError, match=r"SGLang 0\.5\.23 was not tested, only 0\.1"):
@@ -160,7 +160,6 @@ class Server:
         }.items():
             assert hasattr(ngram_worker, name)
             monkeypatch.setattr(ngram_worker, name, value)
-        monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "embedded", "capacity": 20000}')
         model = SimpleNamespace(vocab_size=VOCAB_SIZE, context_len=4096)
         runner = SimpleNamespace(model_config=model, max_running_requests=8, watermark_state=None)
         target_worker = SimpleNamespace(
@@ -171,7 +170,7 @@ class Server:
         arguments = SimpleNamespace(model_path="dummy", revision=None)
         self.worker = worker_class(server_args=arguments, gpu_id=0, nccl_port=0, target_worker=target_worker)
         self.worker.alloc_memory_pool()
-        self.session = self.worker._ssd_drafts.session
+        self.session = self.worker._ssd_drafts and self.worker._ssd_drafts.session
 
     def add(self, rid, prompt, max_tokens, **more):
         from sglang.srt.managers.schedule_batch import Req
@@ -299,13 +298,22 @@ def reconstruct(mask, lengths, positions, index, next_token, next_sibling, size,
     positions[:] = (torch.from_numpy(tree).sum(-1) - 1 + lengths[:, None]).flatten()
 
 
-@pytest.fixture(params=[(False, 1), (True, 1), (True, 4)], ids=["synchronous", "overlapped", "trees"])
-def host(request, algorithm, monkeypatch):
-    from sglang.srt.runtime_context import get_parallel
+@pytest.fixture
+def make_server(algorithm, monkeypatch):
+    def make(is_overlapped, width, rank=0, ranks=1, **settings):
+        from sglang.srt.runtime_context import get_parallel
 
-    worker_class = algorithm.create_worker(SimpleNamespace(disable_overlap_schedule=True))
-    with get_parallel().override(tp_group=SimpleNamespace(rank_in_group=0, world_size=1)):
-        server = Server(monkeypatch, worker_class, *request.param)
+        monkeypatch.setenv("SSD_PLUGIN", json.dumps({"sidecar": "embedded", "capacity": 20000, **settings}))
+        worker_class = algorithm.create_worker(SimpleNamespace(disable_overlap_schedule=True))
+        with get_parallel().override(tp_group=SimpleNamespace(rank_in_group=rank, world_size=ranks)):
+            return Server(monkeypatch, worker_class, is_overlapped, width)
+
+    return make
+
+
+@pytest.fixture(params=[(False, 1), (True, 1), (True, 4)], ids=["synchronous", "overlapped", "trees"])
+def host(request, make_server):
+    server = make_server(*request.param)
     yield server
     assert server.session.counters.failures == 0
     server.session.close()
@@ -317,15 +325,48 @@ PROMPTS = {"a": [1, 2, 3], "b": [4, 5, 6, 1, 2, 3, 4, 5, 6], "c": [2, 2]}
 def test_outputs_are_those_without_drafts(host):
     steps = []
     for _ in range(2):
-        for rid, prompt in PROMPTS.items():
-            host.add(rid, prompt, 30)
-        before = host.steps
-        assert host.run() == [plain(prompt, 30) for prompt in PROMPTS.values()]
-        steps.append(host.steps - before)
+        steps.append(run_turn(host))
         host.session.namespaces.find("", "").drafter.corpus.refresh()
     assert steps[1] < steps[0] < 30
     assert (host.branches > 0) == (host.worker.topk > 1)
     assert not any(rid in host.session for rid in PROMPTS)
+
+
+def test_one_rank_drafts_for_all(make_server, monkeypatch):
+    sent = []
+
+    def broadcast(nodes, group):
+        if group.rank_in_group == 0:
+            sent.append(nodes.copy())
+        else:
+            nodes[:] = sent.pop(0)
+
+    monkeypatch.setattr(worker, "broadcast", broadcast)
+    steps = []
+    for rank in range(2):
+        server = make_server(False, 1, rank, ranks=2)
+        assert (server.session is None) == bool(rank)
+        steps.append(run_turn(server))
+    assert steps[0] == steps[1] < 30
+    assert not sent
+
+
+def run_turn(host):
+    """Run the prompts once; return the number of steps."""
+    before = host.steps
+    for rid, prompt in PROMPTS.items():
+        host.add(rid, prompt, 30)
+    assert host.run() == [plain(prompt, 30) for prompt in PROMPTS.values()]
+    return host.steps - before
+
+
+def test_drafts_come_from_a_copy_of_the_sidecars_corpus(make_server, socket_address, server_process):
+    host = make_server(True, 1, sidecar=socket_address)
+    assert type(host.session.namespaces.find("", "").drafter).__name__ == "ReplicaClient"
+    first = run_turn(host)
+    eventually(lambda: run_turn(host) < 0.7 * first)
+    assert host.session.counters.failures == 0
+    host.session.close()
 
 
 @pytest.fixture

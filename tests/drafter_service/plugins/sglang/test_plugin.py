@@ -1,7 +1,4 @@
-"""The plug-in for SGLang with stand-ins that are made of the host's recorded signatures.
-
-`test_conformance.py` has the tests with the host's own classes: what they show is not repeated here.
-"""
+"""The parts of the plug-in for SGLang that need none of the host's classes; `test_conformance.py` has the others."""
 
 import subprocess
 import sys
@@ -21,9 +18,8 @@ from drafter_service.plugins.draft import Draft
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
-from drafter_service.plugins.sglang import algorithm, worker
+from drafter_service.plugins.sglang import algorithm
 from drafter_service.plugins.sglang.worker import BatchDrafts, JoinedText, accepted_tokens, ancestors, options_of
-from tests.drafter_service.plugins import signatures
 
 NODES = 5
 LOOP = [1, 2, 3, 1, 2, 3, 1, 2]
@@ -65,33 +61,6 @@ def drafts(session):
     return BatchDrafts(session, NODES)
 
 
-@pytest.fixture
-def host(monkeypatch):
-    """Put the host's recorded modules in place."""
-    signatures.stand_in(signatures.load("sglang"), monkeypatch)
-    from sglang.srt.speculative.ngram_worker import NGRAMWorker
-
-    def initialize(self, server_args, gpu_id, nccl_port, target_worker):
-        self.server_args, self.model_runner = server_args, target_worker.model_runner
-        self.draft_token_num, self.enable_overlap, self.topk = NODES, False, 1
-
-    monkeypatch.setattr(NGRAMWorker, "__init__", initialize)
-    monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "embedded", "capacity": 20000}')
-
-
-def new_worker(monkeypatch, **group):
-    monkeypatch.setattr(
-        "sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_group=SimpleNamespace(**group))
-    )
-    runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=50, context_len=100))
-    return worker.worker_class()(
-        server_args=SimpleNamespace(model_path="m"),
-        gpu_id=0,
-        nccl_port=0,
-        target_worker=SimpleNamespace(model_runner=runner),
-    )
-
-
 def batch_of(*requests):
     return SimpleNamespace(reqs=list(requests), grammar_needs_sync=lambda: False)
 
@@ -105,25 +74,6 @@ def test_the_package_registers_the_plug_in():
 def test_servers_with_other_algorithms_load_little():
     code = "import sys, drafter_service.plugins.sglang.algorithm; print({'grpc', 'numpy'} & set(sys.modules) or 'none')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "none\n"
-
-
-def test_one_rank_drafts_for_all(host, monkeypatch):
-    sent = []
-
-    def broadcast(nodes, group):
-        if group.rank_in_group == 0:
-            sent.append(nodes.copy())
-        else:
-            nodes[:] = sent[-1]
-
-    monkeypatch.setattr(worker, "broadcast", broadcast)
-    workers = [new_worker(monkeypatch, rank_in_group=rank, world_size=2) for rank in range(2)]
-    first, second = (each._prepare_draft_tokens(batch_of(Request())) for each in workers)
-    assert first[0].tolist() == second[0].tolist() == [2, 3, 1, 2, 3]
-    assert (first[1] == second[1]).all()
-    assert workers[1]._ssd_drafts is None
-    for each in workers:
-        each.note_request_finished(rid="a", natural_stop=True)
 
 
 def test_tokens_of_the_step_before_are_read_with_overlap():

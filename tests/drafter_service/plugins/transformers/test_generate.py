@@ -14,7 +14,6 @@ from drafter_service.plugins.transformers import SsdGenerate
 from drafter_service.plugins.transformers.support import PRIVATE_NAMES, TESTED
 from tests.drafter_service.plugins.helpers import corpus_of, session_of
 from tests.drafter_service.plugins.transformers.generation import FOLDER, PROMPTS, TOKENS, generated, ids
-from tests.drafter_service.raw import eventually
 
 
 class RecordingStreamer:
@@ -123,20 +122,12 @@ def test_an_untested_version_is_not_used(model, tokenizer, log, monkeypatch):
     ]
 
 
-def test_without_a_sidecar_there_are_no_drafts(model, tokenizer, log):
-    inputs = ids(tokenizer, PROMPTS[0])
-    with SsdGenerate(model, sidecar="unix:/nonexistent/drafter.sock") as ssd:
-        assert generated(model, inputs, custom_generate=ssd) == generated(model, inputs)
-        assert ssd.counters.drafted == ssd.counters.failures == 0
-        eventually(lambda: log)
-    assert len(log) == 1
-    assert "continuing without drafts" in log[0]
-
-
 def test_a_model_is_identified_by_its_folder(model, log):
-    with SsdGenerate(model) as ssd:
+    with SsdGenerate(model, sidecar="embedded") as ssd:
         assert session_of(ssd).namespaces._settings.model == model_identity(FOLDER)
-    with SsdGenerate(model, folder="/nonexistent") as ssd:
+        # No kernel is compiled in the first request.
+        assert session_of(ssd).namespaces.opened["", ""].drafter is not None
+    with SsdGenerate(model, sidecar="embedded", folder="/nonexistent") as ssd:
         assert session_of(ssd).namespaces._settings.model.tokenizer == ""
     assert "/nonexistent" in log[0]
 

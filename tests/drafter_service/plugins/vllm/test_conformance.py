@@ -1,35 +1,27 @@
 """The plug-in for vLLM 0.33 with the host's own Python classes, see `host.py`. Skipped where vLLM is not installed."""
 
+import itertools
+import json
 import shlex
+from unittest import mock
 
 import pytest
 
 from drafter_service.plugins.vllm.__main__ import main
-from drafter_service.plugins.vllm.variants import PROPOSER, SETUPS, Variant, choose
-from tests.drafter_service.plugins import signatures
+from drafter_service.plugins.vllm.variants import SETUPS, Variant, choose
 from tests.drafter_service.plugins.helpers import corpus_of, plain
-from tests.drafter_service.plugins.vllm import fake_vllm
-from tests.drafter_service.plugins.vllm.host import BLOCK, MODEL, Engine, import_vllm, vllm_config
+from tests.drafter_service.plugins.vllm.host import ASYNC, BLOCK, MAX_MODEL_LEN, MODEL, V1, Engine, vllm_config
+from tests.drafter_service.raw import eventually
 
 PROMPTS = {"a": [1, 2, 3, 4, 5, 1, 2, 3], "b": [3, 4, 5, 1, 2, 3], "c": [7, 1, 2, 3, 4, 5] * 15}
-V1 = {"method": "custom_class", "model": PROPOSER}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _host():
-    import_vllm()
-
-
-@pytest.fixture(autouse=True)
-def _settings(monkeypatch):
-    monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "embedded", "capacity": 20000}')
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-
-
+pytestmark = pytest.mark.usefixtures("vllm")
 CONFIGS = {
     "v1": {"speculation": V1},
     "v2": {},
-    "v2-asynchronous": {"scheduler": "drafter_service.plugins.vllm.AsyncScheduler", "is_asynchronous": True},
+    "v2-asynchronous": ASYNC,
+    "v2-adaptive": {**ASYNC, "is_adaptive": True, "ranks": 2},
+    "v2-pipeline": {"stages": 2},
+    "v2-asynchronous-pipeline": {**ASYNC, "stages": 2},
 }
 
 
@@ -59,15 +51,6 @@ def make_engine(request, monkeypatch):
 
 def session_of(engine):
     return engine.runner.speculator.drafts.session if engine.is_asynchronous else engine.scheduler.ssd_session
-
-
-def test_the_host_has_the_recorded_signatures_and_the_names_of_the_fake():
-    import vllm
-
-    assert vllm.__version__.startswith("0.33.")
-    recorded = signatures.load("vllm")
-    assert signatures.record(recorded) == recorded
-    fake_vllm.compare_with_host()
 
 
 @pytest.mark.parametrize(
@@ -109,18 +92,113 @@ def test_outputs_are_identical(make_engine):
     engine = make_engine()
     steps = []
     for turn in range(2):
-        before = engine.steps
-        for name, prompt in PROMPTS.items():
-            engine.add(f"{turn}{name}", prompt)
-        engine.run()
-        steps.append(engine.steps - before)
+        steps.append(run_turn(engine, turn))
         corpus_of(session_of(engine))
     assert list(engine.outputs.values()) == [plain(prompt) for prompt in PROMPTS.values()] * 2
-    assert steps[1] < steps[0] < 34
+    stages = 1 if engine.runner is None or not engine.runner.use_pp else 2  # Each stage runs other requests.
+    assert steps[1] < steps[0] < 34 * stages
     assert session_of(engine).counters.tokens_per_step > 1.8
+    counters = session_of(engine).counters
     if not engine.is_asynchronous:  # There the host also counts what short drafts are continued with.
-        counters = session_of(engine).counters
         assert (counters.verified, counters.accepted) == (engine.drafted, engine.accepted)
+    elif engine.runner.adaptive_verification is not None:
+        assert counters.accepted <= counters.verified == engine.verified < 0.7 * engine.drafted
+
+
+NETWORK = {
+    **ASYNC,
+    "speculation": {
+        "method": "draft_model",
+        "model": MODEL,
+        "num_speculative_tokens": 8,
+        "num_speculative_tokens_per_batch_size": [[1, 8, 3]],
+    },
+    "budget": 160,
+}
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_the_hosts_network_and_the_corpus_draft_together(monkeypatch, is_adaptive):
+    engine = Engine(vllm_config(**NETWORK, is_adaptive=is_adaptive), monkeypatch)
+    speculator, observed = engine.runner.speculator, []
+    speculator.acceptance_estimator = mock.Mock(step=lambda _, *counts: observed.append(sum(counts).sum()))
+    steps = []
+    for turn in range(2):
+        steps.append(run_turn(engine, turn))
+        corpus_of(session_of(engine))
+    assert list(engine.outputs.values()) == [plain(prompt) for prompt in PROMPTS.values()] * 2
+    counters = session_of(engine).counters
+    assert counters.failures == 0
+    assert {3} <= speculator.lengths <= {0, 3}  # None where no request could use them.
+    # The network alone: three tokens in a step, of which there are twelve. The corpus knows the second turn.
+    assert steps[1] < steps[0] <= 12
+    assert counters.tokens_per_step > 3
+    # The host learns from its own drafts only.
+    assert 0 < sum(observed) < counters.verified
+    if is_adaptive:
+        assert engine.verified < 0.8 * engine.drafted
+    engine.scheduler.shutdown()
+
+
+def test_the_check_says_what_vllm_does_where_it_refuses_a_length_for_each_request(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    speculation = {"method": "ngram", "num_speculative_tokens": 8, "enable_adaptive_verification": True}
+    assert main(["check", MODEL, "--max-model-len", "256", "--speculative-config", json.dumps(speculation)]) == 1
+    printed = capsys.readouterr().out
+    assert "Adaptive verification requires full CUDA graphs" in printed  # There are none on a CPU.
+    assert "without enable_adaptive_verification all requests" in printed
+
+
+def run_turn(engine, name):
+    """Run the prompts once; return the number of steps."""
+    before = engine.steps
+    for prompt_name, prompt in PROMPTS.items():
+        engine.add(f"{name}{prompt_name}", prompt)
+    engine.run()
+    return engine.steps - before
+
+
+def test_a_worker_drafts_from_a_copy_of_the_sidecars_corpus(monkeypatch, socket_address, server_process):
+    monkeypatch.setenv("SSD_PLUGIN", json.dumps({"sidecar": socket_address}))
+    engine = Engine(vllm_config(**ASYNC), monkeypatch)
+    assert type(session_of(engine).namespaces.find("", "").drafter).__name__ == "ReplicaClient"
+    first, turns = run_turn(engine, 0), itertools.count(1)
+    eventually(lambda: run_turn(engine, next(turns)) < 0.8 * first)
+    assert {*map(tuple, engine.outputs.values())} == {tuple(plain(prompt)) for prompt in PROMPTS.values()}
+    assert session_of(engine).counters.failures == 0
+    session_of(engine).close()
+    engine.scheduler.shutdown()
+
+
+def test_the_length_of_a_steps_drafts_follows_from_what_the_corpus_finds(monkeypatch):
+    speculation = {"num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": [[1, 2, 8], [3, 8, 2]]}
+    engine = Engine(vllm_config(**ASYNC, speculation=speculation), monkeypatch)
+    for number in range(3):
+        engine.add(f"random{number}", [1000 + number * 50 + at for at in range(20)], 12)
+    engine.run()
+    unknown = engine.lengths
+    engine.lengths = set()
+    for turn in range(2):
+        run_turn(engine, turn)
+        corpus_of(session_of(engine))
+    # The host would verify two tokens of each of the three requests.
+    assert (unknown, engine.lengths) == ({2}, {2, 8})
+    assert list(engine.outputs.values())[-3:] == [plain(prompt) for prompt in PROMPTS.values()]
+    engine.scheduler.shutdown()
+
+
+@pytest.mark.parametrize("options", [{}, ASYNC])
+def test_the_table_of_all_tokens_is_in_the_hosts_memory(monkeypatch, options):
+    from vllm.v1.worker.gpu import buffer_utils
+
+    made, make = [], buffer_utils.StagedWriteTensor
+    monkeypatch.setattr(
+        buffer_utils, "StagedWriteTensor", lambda *args, **more: made.append(more) or make(*args, **more)
+    )
+    engine = Engine(vllm_config(**options), monkeypatch)
+    assert [more["uva_instead_of_gpu"] for more in made] == [True]
+    assert engine.runner.req_states.all_token_ids.gpu.shape == (8, MAX_MODEL_LEN)
+    engine.scheduler.shutdown()
 
 
 def test_padding_after_prefix_hits_is_not_counted(make_engine):

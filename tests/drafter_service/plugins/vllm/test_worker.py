@@ -1,35 +1,28 @@
-"""Drafts of the first worker, while vLLM's scheduler is a step ahead: what the host's own classes do not show.
+"""Drafts of the first worker, while vLLM's scheduler is a step ahead.
 
-`test_conformance.py` runs the worker and both runners in the host's own classes.
+`test_conformance.py` has the tests of outputs with the worker and both runners.
 """
 
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-import drafter_service.plugins.vllm as plugin
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
-from drafter_service.plugins.vllm import worker
+from drafter_service.plugins.vllm.engine import LOG
 from drafter_service.plugins.vllm.scheduler import REPORT, StepReport
-from drafter_service.plugins.vllm.variants import Choice, Variant
-from drafter_service.plugins.vllm.worker import WorkerDrafts, draft_rows
+from drafter_service.plugins.vllm.worker import draft_rows
+from drafter_service.plugins.vllm.worker_drafts import RECENT_STEPS, WorkerDrafts
 from ssd.budget.padding import Padding
-from tests.drafter_service.plugins import signatures
-from tests.drafter_service.plugins.vllm.fake_vllm import vllm_config
+from tests.drafter_service.plugins.helpers import lines_of, use_equal_steps
+from tests.drafter_service.plugins.vllm.host import ASYNC, Engine, vllm_config
 
 MAX_DRAFT, VOCAB_SIZE, CONTEXT_WINDOW = 4, 50, 100
 LOOP = [1, 2, 3, 1, 2, 3, 1, 2]
-CPU = torch.device("cpu")
-MADE = (
-    worker.worker_class,
-    worker.scheduled_runner_class,
-    worker.speculating_runner_class,
-    worker.null_speculator_class,
-)
 
 
 @pytest.fixture
@@ -58,12 +51,17 @@ def new_data(request_id, text):
 
 def after_step(drafts, *rows, verified=0):
     """Give the tokens of a step of the requests "a", "b", ...; return their drafts."""
+    return drafts_and_probs(drafts, rows, verified)[0].tolist()
+
+
+def drafts_and_probs(drafts, rows, verified=0, networks=()):
     tokens = np.zeros((len(rows), MAX_DRAFT + 1), np.int64)
     for row, given in zip(tokens, rows, strict=True):
         row[: len(given)] = given
     counts = np.array([len(given) for given in rows])
     ids = ["a", "b", "c"][: len(rows)]
-    return drafts.after_step(ids, tokens, counts, np.full(len(rows), verified)).tolist()
+    networks = np.array(networks or [[]] * len(rows), np.int64)
+    return drafts.after_step(ids, tokens, counts, np.full(len(rows), verified), networks, counts.sum())
 
 
 def test_drafts_continue_the_text_and_are_filled_with_its_last_token(drafts):
@@ -129,52 +127,108 @@ def test_padding_below_zero_is_a_token_whose_embedding_can_be_looked_up():
     assert tokens.tolist() == [[5, 6, 0, 0], [0, 0, 0, 0]]
 
 
-@pytest.fixture
-def host(monkeypatch):
-    """Put stand-ins into the place of the host, and let its group have two ranks."""
-    signatures.stand_in(signatures.load("vllm"), monkeypatch)
-    for function in MADE:
-        function.cache_clear()
-    sent = []
-
-    def broadcast(tensor, src):
-        assert src == 0
-        sent.append(tensor)
-        return sent[0]
-
-    group = SimpleNamespace(rank_in_group=0, broadcast=broadcast)
-    monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
-    yield group
-    for function in MADE:
-        function.cache_clear()
+def test_probabilities_tell_padding_and_tokens_of_the_network_from_drafts(drafts):
+    drafts.update(output(("a", []), ("b", [])))
+    found, probs = drafts_and_probs(drafts, [[3], [9], [9]], networks=[[], [], []])
+    assert found[1:].tolist() == [[9] * MAX_DRAFT, [0] * MAX_DRAFT]
+    assert np.all(probs[0] > 0)
+    assert not probs[1:].any()
 
 
-def test_other_ranks_get_the_drafts_of_the_first(host, drafts, monkeypatch):
-    shapes = []
-    monkeypatch.setattr(worker, "open_session", lambda _, padding: shapes.append(padding) or drafts.session)
-    monkeypatch.setattr(worker, "choose", lambda _: Choice(Variant.V2_WORKER, ""))
-    batch = SimpleNamespace(req_ids=["a"], num_reqs=1, num_draft_tokens_per_req=None)
-    proposed = []
-    for rank in range(2):
-        host.rank_in_group = rank
-        drafting = plugin.Worker()
-        drafting.vllm_config, drafting.device = vllm_config(MAX_DRAFT), CPU
-        made = drafting._make_model_runner()
-        assert made.speculator.propose(batch, dummy_run=True).tolist() == [[0] * MAX_DRAFT]
-        made.update_requests(output(("a", [])))
-        made.postprocess_sampled(None, torch.tensor([[3, 5]]), torch.tensor([1], dtype=torch.int32), None)
-        proposed.append(made.speculator.propose(batch, None, None).tolist())
-        made.shutdown()
-    assert proposed == [[[1, 2, 3, 1]]] * 2
-    assert shapes == [Padding(lengths=(MAX_DRAFT,))]
+def test_a_failure_costs_drafts_and_does_not_reach_the_host(drafts, monkeypatch):
+    drafts.update(output(("a", [])))
+    with monkeypatch.context() as patch:
+        patch.setattr(drafts.session, "draft_trees", mock.Mock(side_effect=RuntimeError))
+        found, probs = drafts_and_probs(drafts, [[3]], networks=[[5, 6]])
+        assert (found.tolist(), probs.tolist()) == ([[5, 6, 3, 3]], [[-1, -1, 0, 0]])
+        assert drafts.session.counters.failures == 1
+    assert after_step(drafts, [1]) == [[2, 3, 1, 2]]
+    drafts.session.counters.failures = 0
 
 
-def test_methods_have_the_signatures_of_the_host(host):
-    recorded = signatures.load("vllm")
-    for ours, module in zip(MADE[:3], ("gpu_worker", "gpu.model_runner", "gpu.model_runner"), strict=True):
-        ((_, theirs),) = recorded[f"vllm.v1.worker.{module}"].items()
-        for name in theirs.keys() & vars(ours()).keys():
-            # Arguments that are passed on may be fewer.
-            assert theirs[name].startswith(
-                signatures.signature_text(vars(ours())[name]).partition(", *args")[0].rstrip(")")
-            )
+def test_steps_have_room_for_the_longest_of_the_last_drafts(drafts):
+    sized = WorkerDrafts(drafts.session, MAX_DRAFT, CONTEXT_WINDOW, lengths=(0, 2, 3))
+    assert sized.step_length is None
+    sized.update(output(("a", [])))
+    after_step(sized, [3])
+    after_step(sized, [])  # A part of a prompt.
+    assert sized.step_length == 3  # The longest of the host's.
+    sized.update(output(("a", []), ended={"a": (End.FINISHED, 9)}, max_draft=0))
+    for _ in range(RECENT_STEPS):
+        assert sized.step_length == 3
+        after_step(sized, [1])
+    assert sized.step_length == 0
+    assert drafts.step_length is None
+
+
+def test_durations_of_steps_are_those_between_drafts_of_a_request(drafts, monkeypatch):
+    recorded = []
+    use_equal_steps(monkeypatch, "vllm.worker_drafts")
+    monkeypatch.setattr(drafts.session, "record_step", lambda *step: recorded.append(step))
+    timed = WorkerDrafts(drafts.session, MAX_DRAFT, CONTEXT_WINDOW, measures=True)
+    timed.update(output(("a", []), ("b", [])))
+    after_step(timed, [3], [9])
+    after_step(timed, [1, 2], [9])
+    timed.update(output(ended={"a": (End.FINISHED, 9), "b": (End.FINISHED, 9)}))
+    timed.update(output(("c", [])))
+    timed.after_step(["c"], np.array([[3]]), np.array([1]), np.array([0]), np.empty((1, 0), np.int64), 9)
+    assert recorded == [(3, 2, 1.0)]
+
+
+# --- With the host's own classes
+
+
+def test_stages_and_ranks_that_do_not_draft(vllm, monkeypatch):
+    for options in ({"stages": 2}, {"ranks": 2}):
+        engine = Engine(vllm_config(**ASYNC, **options), monkeypatch)
+        assert engine.runner.ssd_drafts is not None
+        assert engine.other.ssd_drafts is None
+        engine.other.shutdown()
+        engine.runner.shutdown()
+
+
+def test_runs_without_requests_copy_as_much_and_draft_nothing(vllm, monkeypatch):
+    engine = Engine(vllm_config(**ASYNC, ranks=2), monkeypatch)
+    counts = torch.zeros(3, dtype=torch.int32)
+    batch = SimpleNamespace(num_reqs=3)
+    drafts = engine.runner.speculator.propose(batch, *[None] * 4, counts, counts, dummy_run=True)
+    assert drafts.tolist() == engine.link.sent.pop().tolist() == [[0] * MAX_DRAFT] * 3
+    assert engine.runner.ssd_drafts.session.counters.drafted == 0
+    engine.runner.shutdown()
+
+
+BY_REQUESTS = {"num_speculative_tokens_per_batch_size": [[1, 7, 2], [8, 8, 4]]}
+
+
+@pytest.mark.parametrize(
+    ("is_adaptive", "speculation", "padding"),
+    [
+        (False, {}, Padding(lengths=(MAX_DRAFT,))),
+        (False, BY_REQUESTS, Padding(lengths=(2, MAX_DRAFT))),
+        (True, BY_REQUESTS, Padding()),
+    ],
+)
+def test_the_drafter_knows_what_steps_are_padded_to(vllm, monkeypatch, is_adaptive, speculation, padding):
+    engine = Engine(vllm_config(**ASYNC, is_adaptive=is_adaptive, speculation=speculation), monkeypatch)
+    assert engine.runner.ssd_drafts.session._limits.padding == padding
+    engine.runner.shutdown()
+
+
+def test_where_the_host_refuses_a_length_for_each_request_all_have_the_same(vllm, monkeypatch):
+    def initialize(self, kv_cache_config, **_):
+        if self.speculator.enable_adaptive_verification:
+            raise ValueError("Adaptive verification is not supported by the backend.")
+        if kv_cache_config is None:
+            raise ValueError("no configuration")
+
+    made = Engine(vllm_config(**ASYNC, is_adaptive=True), monkeypatch).runner
+    monkeypatch.setattr(type(made).__base__, "initialize_kv_cache", initialize)
+    made.rejection_sampler = SimpleNamespace()
+    with lines_of(LOG) as lines:
+        made.initialize_kv_cache("configuration")
+    assert "all requests of a step verify the same number" in "".join(lines)
+    assert made.ssd_drafts.session._limits.padding == Padding(lengths=(MAX_DRAFT,))
+    assert not made.rejection_sampler.enable_adaptive_verification
+    with pytest.raises(ValueError, match="no configuration"):
+        made.initialize_kv_cache(None)
+    made.shutdown()

@@ -13,7 +13,6 @@ from engine.api.tool_formats import FORMATS, tool_grammar
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar import choice_grammar
 from engine.sampling.grammar_state import GrammarCompiler
-from ssd.errors import UserError
 from tests.engine.api.tools.conftest import VOCAB
 from tests.engine.api.tools.outputs import message_of, written
 
@@ -146,11 +145,3 @@ def test_the_white_space_of_a_schema_is_kept():
     tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})
     grammar = tool_grammar(FORMATS["hermes"], [tool], {}, parallel=False)
     assert '"whitespace_flexible": true' in grammar.text
-
-
-def test_a_schema_that_the_library_refuses_is_named(model_folder):
-    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"not": {}}}})
-    grammar = tool_grammar(FORMATS["hermes"], [tool], {}, parallel=False)
-    with pytest.raises(UserError, match="tools: it cannot be used: ") as refused:
-        GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,)).start(grammar)
-    assert "\n" not in str(refused.value)

@@ -4,11 +4,9 @@ import itertools
 import json
 import re
 import signal
-import sys
 
 import pytest
 
-from engine.commands import main as cli
 from engine.commands.compare import trial
 from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, notes, table_of
 from engine.commands.compare.results import Comparison, Condition, Figures, Result
@@ -47,20 +45,10 @@ def prompts(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process; returns exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ssd-engine", *map(str, arguments)])
-        monkeypatch.setattr(trial, "INDEXING_S", 0.01)
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
-
-    return run
+@pytest.fixture(autouse=True)
+def short_pauses_and_wide_tables(monkeypatch):
+    monkeypatch.setattr(trial, "INDEXING_S", 0.01)
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture
@@ -78,7 +66,7 @@ def read(out):
 
 
 def test_every_figure_is_reported(compare, tmp_path):
-    options = ("--warm", 1, "--requests", 2, "--verification", "exact,rejection", "--depth", "3", "--gpu", "h100")
+    options = ("--warm", 1, "--requests", 1, "--verification", "exact,rejection", "--depth", "3", "--gpu", "h100")
     code, out, err = compare(tmp_path, *options, "--max-draft", 6, drafter="mtp,ngram,ssd+mtp,eagle")
     assert (code, err) == (0, "")
     document = read(tmp_path)
@@ -105,13 +93,8 @@ def test_every_figure_is_reported(compare, tmp_path):
         assert words in out
     table = (tmp_path / "compare.md").read_text()
     assert f"| mtp | 3 | path | {results[1]['tokens_per_step']:.2f} |" in table
-
-
-def test_the_page_is_self_contained(compare, tmp_path):
-    compare(tmp_path, "--requests", 1, "--temperature", 0)
-    page = (tmp_path / "compare.html").read_text()
     assert page_faults(tmp_path / "compare.html") == []
-    assert tags_of(page)["td"] >= 3 * 8
+    assert tags_of((tmp_path / "compare.html").read_text())["td"] >= 8 * len(results)
 
 
 def test_only_the_columns_that_are_shown_are_explained():
@@ -156,7 +139,7 @@ def test_few_prompts_recommend_nothing_and_the_range_of_rounds_is_shown(run, cho
     assert low <= ngram["speedup"] <= high
     assert f"{low:.2f}-{high:.2f}" in out
     assert (ngram["prompts"], document["partial"]) == (count, "")
-    assert re.search(rf"^{4 * count} outputs of 3 tokens: about 1 min\.", out, re.MULTILINE)
+    assert re.search(rf"^{4 * count} outputs of 3 tokens: about 2 min\.", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -258,7 +241,8 @@ def test_prompts_that_are_too_long_are_refused_first(run, chosen, tmp_path):
     assert err.startswith("error: prompt 2: the prompt has")
 
 
-def test_a_measured_profile_is_written_and_used(run, compare, chosen, tmp_path):
+def test_a_measured_profile_is_written_and_used(run, compare, chosen, tmp_path, monkeypatch):
+    monkeypatch.undo()  # Steps are measured.
     path = tmp_path / "profile.json"
     options = ("--depth", "1,3", "--concurrency", "1,2", "--max-draft", 4)
     code, out, err = run("profile", *chosen("mtp,medusa,ngram,eagle"), *options, "--out", path)

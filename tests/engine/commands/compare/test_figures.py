@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.commands.compare.results import (
@@ -20,9 +20,9 @@ from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
-from ssd.types import DraftBatch, Drafter, Path
 from tests.engine.drafters.toy import ToyDrafter
 from tests.engine.steps import each_of
+from tests.engine.trees import ScriptedDrafter
 
 PROMPT = np.arange(1, 20, dtype=np.uint32)
 LENGTH = 24
@@ -33,40 +33,16 @@ def requests(count=3, spare=17, **sampling):
     return [Request(np.append(PROMPT, np.uint32(seed)), each) for seed, each in enumerate(params)]
 
 
-class PartlyRight(Drafter):
-    """Drafts the target's next `right` tokens and then wrong ones, `length` in total, knowing the outputs."""
-
-    def __init__(self, texts, right, length):
-        self.texts, self.right, self.length = texts, right, length
-        self.known = {}
-
-    def start(self, sequence_id, prompt):
-        self.known[sequence_id] = [next(text for text in self.texts if np.array_equal(text[: len(prompt)], prompt))]
-        self.known[sequence_id].append(len(prompt))
-
-    def draft(self, progress):
-        paths = []
-        for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-            known = self.known[sequence_id]
-            known[1] += int(progress.offsets[index + 1] - progress.offsets[index])
-            tokens = known[0][known[1] :][: self.length].copy()
-            tokens[self.right :] = (tokens[self.right :] + 1) % 300
-            tokens = tokens[: int(progress.max_draft[index])]
-            paths.append(Path(tokens, np.full(len(tokens), 0.5, np.float32)))
-        return DraftBatch.from_paths(paths)
-
-    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
-        del self.known[sequence_id]
-
-    def close(self):
-        pass
-
-
 def test_tokens_per_step_and_acceptance_of_known_drafts(model):
     submitted = requests(spare=40)
     plain = build_engine(model, EngineConfig(max_sequences=3), NoDrafter()).generate(submitted)
     texts = [np.concatenate((r.prompt, c.tokens)) for r, c in zip(submitted, plain, strict=True)]
-    engine = build_engine(model, EngineConfig(max_sequences=3), PartlyRight(texts, right=2, length=4))
+
+    def two_right_and_two_wrong(number, length):
+        right = texts[number][length : length + 4]
+        return [*right[:2], *((right[2:] + 1) % 300)]
+
+    engine = build_engine(model, EngineConfig(max_sequences=3), ScriptedDrafter(two_right_and_two_wrong))
     outputs = run_group(engine, requests(), LENGTH)
     figures = Figures.of(outputs, LENGTH, has_loops=False)
     # Every step commits two draft tokens and the target's own; none is cut short by the end of the output.
@@ -105,9 +81,9 @@ def test_figures_equal_those_counted_from_step_reports(model, temperature):
 
 def test_steps_within_loops_are_left_out():
     loop = [7, 8] * 20
-    tokens = np.array([*range(100, 110), *loop], np.uint32)
+    tokens = [*range(100, 110), *loop]
     steps = [Step(1, 4, 3, (1, 1, 1)), Step(5, 4, 3, (2, 1, 1)), Step(9, 1, 0, ()), Step(12, 9, 8, (1,) * 8)]
-    output = Output([tokens], steps)
+    output = Output(tokens, steps)
     assert Figures.of([output], 50, has_loops=True).tokens_per_step == pytest.approx(18 / 4)
     assert Figures.of([output], 50, has_loops=True).tokens_per_step_no_loops == pytest.approx(3)
     figures = Figures.of([output], 10, has_loops=True)  # later steps do not count
@@ -132,11 +108,8 @@ def naive_loop_tokens(tokens):
 @given(
     st.lists(st.integers(0, 9), max_size=40), st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(0, 4)
 )
+@example([*range(65)] * 2, [0], 0)  # The period is too long.
+@example([], [1, 2], 30)
 def test_loop_tokens_are_counted(start, period, times):
     tokens = start + period * times
     assert find_loops(np.array(tokens, np.uint32)).sum() == naive_loop_tokens(tokens)
-
-
-def test_a_loop_is_counted_and_plain_text_is_not():
-    assert find_loops(np.arange(128, dtype=np.uint32)).sum() == 0
-    assert find_loops(np.array([1, 2] * 30, np.uint32)).sum() == 58

@@ -7,38 +7,33 @@ from engine.drafters.registry import KINDS
 from ssd.errors import UserError
 
 
-def parsed(text, depths=(4,), shape="auto"):
-    return [(row.name, row.depth) for row in parse_rows(text, depths, shape)]
-
-
 def test_all_means_every_kind_that_drafts_here():
-    names = [name for name, _ in parsed("all")]
+    names = [row.name for row in parse_rows("all", [4], "auto")]
     assert set(names) == set(KINDS) - {"none", "ssd-remote"}
     assert len(names) == len(set(names))
 
 
-def test_depths_apply_to_drafters_that_have_them():
-    assert parsed("mtp,ngram,ssd+mtp", (4, 8)) == [
-        ("mtp", 4), ("mtp", 8), ("ngram", 4), ("ssd+mtp", 4), ("ssd+mtp", 8),
-    ]  # fmt: skip
-    assert parsed("none,mtp@depth=8,mtp") == [("mtp", 8), ("mtp", 4)]
-
-
-def test_options_reach_the_drafter():
-    [row] = parse_rows("ssd@match_depth=8@shape=path", [4], "auto")
-    assert (row.name, row.drafter, dict(row.options), row.shape) == (
-        "ssd@match_depth=8@shape=path", "ssd", {"match_depth": "8"}, "path",
-    )  # fmt: skip
-    [row] = parse_rows("mtp", [6], "auto")
-    assert dict(row.options) == {"depth": "6"}
-
-
-def test_networks_that_run_once_per_position_draft_paths():
-    shapes = {row.name: row.shape for row in parse_rows("mtp,eagle3,medusa,ssd,ssd+mtp,mtp@shape=tree", [4], "auto")}
-    assert shapes == {
-        "mtp": "path", "eagle3": "path", "medusa": "tree", "ssd": "tree", "ssd+mtp": "tree", "mtp@shape=tree": "tree",
-    }  # fmt: skip
-    assert {row.shape for row in parse_rows("mtp,medusa", [4], "path")} == {"path"}
+@pytest.mark.parametrize(
+    ("text", "depths", "shape", "expected"),
+    [
+        ("ssd", [4], "auto", [("ssd", {}, 4, "tree")]),
+        # Depths apply to drafters that have them.
+        ("mtp,ngram", [4, 8], "path", [("mtp", {"depth": "4"}, 4, "path"), ("mtp", {"depth": "8"}, 8, "path"),
+                                       ("ngram", {}, 4, "path")]),
+        ("ssd+mtp", [4, 8], "auto", [("ssd+mtp", {"depth": "4"}, 4, "tree"), ("ssd+mtp", {"depth": "8"}, 8, "tree")]),
+        ("none,mtp@depth=8,mtp", [4], "auto", [("mtp", {"depth": "8"}, 8, "path"), ("mtp", {"depth": "4"}, 4, "path")]),
+        # Networks that run once per position draft paths.
+        ("eagle3,medusa", [4], "auto", [("eagle3", {"depth": "4"}, 4, "path"), ("medusa", {"depth": "4"}, 4, "tree")]),
+        ("medusa", [4], "path", [("medusa", {"depth": "4"}, 4, "path")]),
+        ("mtp@shape=tree", [4], "auto", [("mtp@shape=tree", {"depth": "4"}, 4, "tree")]),
+        ("ssd@match_depth=8@shape=path", [4], "auto",
+         [("ssd@match_depth=8@shape=path", {"match_depth": "8"}, 4, "path")]),
+        ("mtp,mtp", [4], "auto", [("mtp", {"depth": "4"}, 4, "path")]),
+    ],
+)  # fmt: skip
+def test_rows_have_names_options_depths_and_shapes(text, depths, shape, expected):
+    rows = parse_rows(text, depths, shape)
+    assert [(row.name, dict(row.options), row.depth, row.shape) for row in rows] == expected
 
 
 def test_only_paths_of_single_networks_are_sampled():
@@ -56,13 +51,13 @@ def test_only_paths_of_single_networks_are_sampled():
         ("mtp@depth=x", "depth must be a whole number from 1"),
         ("mtp@width=3", "has no option width"),
         ("ssd@shape=star", "shape must be path or tree"),
-        ("ssd@match_depth=x", "must be a number"),
+        ("ssd@match_depth=x", "must be a whole number"),
         ("ssd+ssd", "each drafter may appear once"),
     ],
 )
 def test_unusable_lists_are_refused(text, message):
     with pytest.raises(UserError, match=message):
-        parsed(text)
+        parse_rows(text, [4], "auto")
 
 
 def test_kinds_without_weights_are_reported(model_folder, draft_folders, tmp_path):

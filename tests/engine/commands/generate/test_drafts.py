@@ -124,8 +124,9 @@ def test_drafter_options_reach_the_drafter(run, model_folder, monkeypatch):
     assert 0 < drafted[1] < drafted[3]
     made = []
     monkeypatch.setattr(launch, "build_drafter", lambda kind, config, *_, **__: made.append(config) or NoDrafter())
-    assert run(*base, "--drafter-option", "match_depth=8", "--drafter-option", "capacity=5000")[0] == 0
-    assert (made[0].match_depth, made[0].capacity) == (8, 5000)
+    options = ("--drafter-option", "match_depth=8", "--drafter-option", "capacity=5000", "--draft-shape", "tree")
+    assert run(*base, *options)[0] == 0
+    assert (made[0].match_depth, made[0].capacity, made[0].draft_shape) == (8, 5000, "tree")
 
 
 @pytest.mark.parametrize("moment", ["between steps", "while an answer is awaited"])

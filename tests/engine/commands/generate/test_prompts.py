@@ -42,13 +42,6 @@ def test_only_newlines_separate_the_prompts_of_a_file(run, model_folder, tmp_pat
     assert [line["prompt"] for line in completions(tmp_path / "out")] == ["a\x0cb\u2028c", "d"]
 
 
-def test_a_prompt_given_twice_is_sampled_twice(run, model_folder, tmp_path):
-    arguments = ("--temperature", 1, "--out", tmp_path / "out", "--max-tokens", 30, PROMPT, PROMPT)
-    assert run("generate", "--model", model_folder, *arguments)[0] == 0
-    first, second = (line["tokens"] for line in completions(tmp_path / "out"))
-    assert first != second
-
-
 def test_prompts_can_be_token_ids(run, model_folder, tmp_path):
     (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
     code, out, _ = run("generate", "--model", model_folder, "--file", tmp_path / "ids.jsonl", "--max-tokens", 3)
@@ -74,16 +67,6 @@ def test_prompts_can_be_messages_of_a_chat(run, model_folder, tmp_path):
     assert "has no chat template; leave --chat out" in run("generate", "--model", model_folder, "--chat", "add")[2]
 
 
-def test_an_unknown_field_of_a_line_is_an_error(run, model_folder, tmp_path):
-    lines = ('{"prompt": "a", "source": "a note"}', '{"prompt": "b", "max_tokens": 3}')
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    code, out, err = run("generate", "--model", model_folder, "--file", tmp_path / "prompts.jsonl")
-    assert (code, out) == (2, "")
-    assert "prompts.jsonl, line 2: there is no field `max_tokens`; give prompt, adapter, source" in " ".join(
-        err.split()
-    )
-
-
 def test_a_missing_prompt_at_a_terminal_is_an_error(run, model_folder):
     class Terminal(io.StringIO):
         def isatty(self):
@@ -97,7 +80,7 @@ def test_a_missing_prompt_at_a_terminal_is_an_error(run, model_folder):
 def test_lines_choose_their_adapters(run, model_folder, tmp_path):
     for seed, name in enumerate("ab"):
         write_adapter(tmp_path / name, model_folder, seed=seed)
-    adapters = ("--lora", f"a={tmp_path / 'a'}", "--lora", f"b={tmp_path / 'b'}", "--max-loras", "1")
+    adapters = ("--lora", f"a={tmp_path / 'a'}", "--lora", f"b={tmp_path / 'b'}")
     texts = {}
     for name in (None, "a", "b"):
         chosen = () if name is None else ("--adapter", name)

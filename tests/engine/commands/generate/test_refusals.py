@@ -12,6 +12,7 @@ BAD_INPUT = {
     "second prompt empty": ((), ["x", ""], "prompt 2: the prompt is empty"),
     "prompt too long": ((), ["x " * 2000], "context window of 512"),
     "drafter option without a value": (("--drafter-option", "x"), ["x"], "--drafter-option must be KEY=VALUE, not 'x'"),
+    "drafter option given twice": (("--drafter-option", "x=1", "--drafter-option", "x=2"), ["x"], "x was given before"),
     "unknown drafter option": (("--drafter-option", "x=1"), ["x"], "the drafter ssd has no option x; give "),
     "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
     "empty file": (("--file", "{tmp}/empty.txt"), [], "has no prompt"),
@@ -23,6 +24,11 @@ BAD_INPUT = {
     "file that is not text": (("--file", "{tmp}/binary.txt"), [], "is not text in UTF-8"),
     "line that is not JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
     "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
+    "unknown field of a line": (
+        ("--file", "{tmp}/field.jsonl"),
+        [],
+        "field.jsonl, line 2: there is no field `max_tokens`; give prompt, adapter, source",
+    ),
     "adapter of another type": (("--file", "{tmp}/number.jsonl"), [], "line 2: `adapter` must be text"),
     "token outside the vocabulary": (("--file", "{tmp}/ids.jsonl"), [], "vocabulary ends at 299"),
     "token id out of range": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
@@ -45,7 +51,7 @@ BAD_INPUT = {
     "a second prompt that is too long": (("--n", "2"), ["x", "x " * 2000], "prompt 2: the prompt has"),
     "too many threads": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
     "an adapter without a folder": (("--lora", "a"), ["x"], "--lora must be NAME=FOLDER, not 'a'"),
-    "two adapters of a name": (("--lora", "a=x", "--lora", "a=y"), ["x"], "two adapters of the name a"),
+    "two adapters of a name": (("--lora", "a=x", "--lora", "a=y"), ["x"], "--lora a=y: a was given before"),
     "an unknown adapter": (("--adapter", "a"), ["x"], "prompt 1: there is no adapter 'a'; this engine has none"),
     "an unknown adapter of a line": (("--file", "{tmp}/adapter.jsonl"), [], "prompt 2: there is no adapter 'a'"),
     "no prompt on stdin": ((), [], "no prompt; give one as an argument, with --file, or on stdin"),
@@ -63,6 +69,7 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
     (tmp_path / "type.jsonl").write_text('{"prompt": 5}\n')
     (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 300]}\n')
     (tmp_path / "number.jsonl").write_text('{"prompt": "x", "adapter": "a"}\n{"prompt": "y", "adapter": 1}\n')
+    (tmp_path / "field.jsonl").write_text('{"prompt": "a", "source": "a note"}\n{"prompt": "b", "max_tokens": 3}')
     (tmp_path / "adapter.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x", "adapter": "a"}\n')
     (tmp_path / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
     (tmp_path / "negative.jsonl").write_text('{"prompt": [-1]}\n')

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.executor.device_state import NOT_RECORDED, DeviceState
-from engine.executor.kernels.tensors import Drafts
+from engine.executor.device_state import DeviceState, PaddedDrafts
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from tests.engine.steps import Entry
@@ -57,22 +56,4 @@ def padded_drafts(entries, max_draft, device, *, rng):
         size = len(entry.draft)
         tokens[index, :size] = entry.draft
         lengths[index] = max_draft if size == entry.sequence.room - 1 else size
-    return Drafts(*(torch.from_numpy(array).to(device) for array in (tokens, lengths)))
-
-
-def history_of(sequence):
-    """The expected row of the state's history, up to the sequence's largest length."""
-    known = [*sequence.tokens.tolist(), *sequence.recorded_rest.tolist()]
-    return known + [NOT_RECORDED] * (sequence.max_length - len(known))
-
-
-def same_state(state, sequences, slots):
-    """Whether the slots have the same content as the sequences."""
-    return all(
-        (
-            int(state.lengths[slot]) == len(sequence)
-            and int(state.last_tokens[slot]) == int(sequence.tokens[-1])
-            and state.history[slot, : sequence.max_length].tolist() == history_of(sequence)
-        )
-        for slot, sequence in zip(slots.tolist(), sequences, strict=True)
-    )
+    return PaddedDrafts(*(torch.from_numpy(array).to(device) for array in (tokens, lengths)))

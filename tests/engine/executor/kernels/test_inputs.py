@@ -3,10 +3,9 @@
 import numpy as np
 import torch
 
-from engine.executor.device_state import DeviceState
+from engine.executor.device_state import DeviceState, PaddedDrafts
 from engine.executor.kernels import inputs as inputs_module
 from engine.executor.kernels.inputs import build_inputs
-from engine.executor.kernels.tensors import Drafts
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
 from tests.engine.executor.kernels.device_steps import (
@@ -81,7 +80,7 @@ def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
     state.limits[0] = 0
     state.limits[1] = 5
     slots = torch.tensor([0, 1, state.idle, state.idle])
-    drafts = Drafts(torch.ones(4, 3, dtype=torch.int32), torch.full((4,), 3, dtype=torch.int32))
+    drafts = PaddedDrafts(torch.ones(4, 3, dtype=torch.int32), torch.full((4,), 3, dtype=torch.int32))
     inputs = build_inputs(state, slots, drafts, torch.arange(0, 17, 4, dtype=torch.int32), 18, PAGE_SIZE)
     for left in (inputs.tokens, inputs.positions, inputs.counts):
         assert not left.any()

@@ -1,4 +1,4 @@
-"""Compare tokens sampled on the device with those of one unsplit computation and those of the host."""
+"""Compare tokens sampled on the device with those of one unsplit computation."""
 
 import weakref
 
@@ -11,31 +11,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from engine.executor.kernels import sample
-from engine.executor.kernels.inputs import build_inputs
-from engine.executor.kernels.sample import sample_tokens, sampled_tokens
+from engine.executor.kernels.sample import sample_tokens
 from engine.sampling import noise
 from engine.sampling.noise import (
     WORKSPACE_BYTES,
     Limits,
-    Truncation,
     greedy_tokens,
     gumbel_noise,
     sample_tokens_on_device,
     truncate,
 )
-from engine.sampling.noise import sample_tokens as sample_by_host
-from engine.scheduling.request import GREEDY_BELOW, Request, SamplingParams
-from engine.scheduling.sequence import Sequence
-from engine.speculation.verify import Part, target_tokens
-from tests.engine.executor.kernels.device_steps import PAGE_SIZE, padded_drafts, random_entries, state_of
+from engine.scheduling.request import GREEDY_BELOW
 from tests.engine.executor.kernels.implementations import INTERPRETED, on, require_interpreter
-from tests.engine.steps import plan_of
-from tests.engine.tables import give_pages
 
 CASES = 40
 VOCAB = 50
 INFINITE = float("inf")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def random_rows(seed, device="cpu"):
@@ -52,7 +43,7 @@ def random_rows(seed, device="cpu"):
     limits = None
     if seed % 2:
         top_k, top_p, min_p = (rng.choice(kinds, rows) for kinds in ([0, 1, 3], [1.0, 0.3], [0.0, 0.5]))
-        limits = Truncation(top_k, top_p, min_p).on(torch.from_numpy(logits).to(device))
+        limits = Limits(*(torch.from_numpy(each).to(device) for each in (top_k, top_p, min_p)), vocab)
     return *(torch.from_numpy(array).to(device) for array in given), limits
 
 
@@ -61,7 +52,7 @@ def sampled_in_one_part(logits, temperatures, seeds, positions, limits):
     is_sampled = temperatures > GREEDY_BELOW
     scores = logits / torch.where(is_sampled, temperatures, 1).float()[:, None]
     if limits is not None:
-        scores = truncate(scores, Truncation(*(column.cpu().numpy() for column in limits[:3])))
+        scores = truncate(scores, limits)
     scores += gumbel_noise(seeds, positions, logits.shape[1])
     return torch.where(is_sampled, greedy_tokens(scores), greedy_tokens(logits))
 
@@ -74,22 +65,9 @@ def agrees(implementation, seed, device="cpu"):
 
 
 def test_rows_sampled_in_parts_give_the_same_tokens(monkeypatch):
-    monkeypatch.setattr(noise, "WORKSPACE_BYTES", 2 * 64 * 70)
     assert all(agrees(sample_tokens.torch, seed) for seed in range(CASES))
-
-
-@pytest.mark.parametrize("vocab", [70, 20])
-def test_rows_sampled_in_parts_by_the_host_give_the_same_tokens(vocab, monkeypatch):
-    rng = np.random.default_rng(0)
-    logits = torch.from_numpy(rng.normal(0, 3, (50, vocab)).astype(np.float32))
-    temperatures = rng.choice([0.0, 0.7, 2.0], 50)
-    settings = temperatures, rng.integers(0, 1 << 40, 50), rng.integers(0, 1000, 50)
-    limits = Truncation(rng.choice([0, 4], 50), rng.choice([1.0, 0.6], 50), rng.choice([0.0, 0.2], 50))
-    whole = [sample_by_host(logits, *settings, truncated) for truncated in (None, limits)]
-    monkeypatch.setattr(noise, "WORKSPACE_BYTES", 3 * 64 * 70)
-    assert [sample_by_host(logits, *settings, truncated).tolist() for truncated in (None, limits)] == [
-        tokens.tolist() for tokens in whole
-    ]
+    monkeypatch.setattr(noise, "WORKSPACE_BYTES", 2 * 64 * 70)
+    assert all(agrees(noise.sample_tokens_on_device, seed) for seed in range(CASES))
 
 
 class Memory(TorchDispatchMode):
@@ -215,64 +193,13 @@ settings_of_rows = st.tuples(
 )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=60)
 @given(rows=st.lists(settings_of_rows, min_size=1, max_size=6), truncates=st.booleans(), seed=st.integers(0, 1 << 40))
-def test_settings_on_the_device_and_on_the_host_give_the_same_tokens(device, rows, truncates, seed):
+def test_the_kernel_of_cpus_gives_the_tokens_of_pytorch(rows, truncates, seed):
     rng = np.random.default_rng(seed)
-    logits = torch.from_numpy(rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32)).to(on(device))
-    temperatures, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
-    truncation = Truncation(top_k, top_p, min_p) if truncates else None
-    seeds, positions = (rng.integers(-(1 << 40), 1 << 40, len(rows)) for _ in range(2))
-    expected = sample_by_host(logits, temperatures, seeds, positions, truncation)
-    limits = truncation.on(logits) if truncation else None
-    settings_there = (torch.from_numpy(array).to(device) for array in (temperatures, seeds, positions))
-    assert torch.equal(sample_tokens_on_device(logits, *settings_there, limits), expected)
-
-
-def random_step(seed, device):
-    """Sequences with random settings, and a step of them on host and device."""
-    rng = np.random.default_rng(seed)
-    sequences = []
-    for _ in range(rng.integers(1, 5)):
-        sampling = SamplingParams(
-            temperature=float(rng.choice([0.0, 0.7, 2.0])),
-            seed=int(rng.integers(-(1 << 62), 1 << 62)),
-            top_k=int(rng.choice([0, 5])),
-            top_p=float(rng.choice([1.0, 0.8])),
-            min_p=float(rng.choice([0.0, 0.1])),
-        )
-        prompt = rng.integers(0, 3, rng.integers(1, 8)).astype(np.uint32)
-        recorded = rng.integers(0, VOCAB, rng.integers(0, 9)).astype(np.uint32) if rng.random() < 0.5 else None
-        sequences.append(Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + 12))
-        give_pages(sequences[-1], range(8))
-        sequences[-1].computed = len(prompt) - 1
-    entries = random_entries(sequences, rng, 4)
-    state, slots = state_of(sequences, device)
-    drafts = padded_drafts(entries, 4, device, rng=rng)
-    starts = torch.arange(len(entries) + 1, dtype=torch.int32, device=device) * 5
-    inputs = build_inputs(state, slots, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
-    return entries, state, inputs, rng
-
-
-def step_agrees(module, seed, device="cpu"):
-    entries, state, inputs, rng = random_step(seed, device)
-    logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.tokens), VOCAB)).astype(np.float32)).to(device)
-    sampled = module.sampled_tokens(state, inputs, logits, samples=True, max_ranked=VOCAB)
-    tokens = module.replayed(state, inputs, sampled)
-    firsts, counts = inputs.starts[:-1, None], inputs.counts[:, None]
-    row = torch.arange(len(logits), device=device)
-    counted = ((row >= firsts) & (row < firsts + counts)).any(dim=0)
-    part = Part.of(plan_of(entries), np.arange(len(entries)), logits[counted])
-    return tokens[counted].tolist() == target_tokens(part).tolist()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_tokens_of_a_step_equal_those_of_the_host_sampler(device):
-    assert all(step_agrees(sample, seed, on(device)) for seed in range(60))
-
-
-def test_greedy_steps_take_the_largest_logit():
-    *_, state, inputs, rng = random_step(0, "cpu")
-    logits = torch.from_numpy(rng.normal(size=(len(inputs.tokens), VOCAB)))
-    assert torch.equal(sampled_tokens(state, inputs, logits, samples=False), logits.argmax(dim=1))
+    logits = torch.from_numpy(rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32))
+    temperatures, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
+    keys = (torch.from_numpy(rng.integers(-(1 << 40), 1 << 40, len(rows))) for _ in range(2))
+    arguments = (logits, temperatures.double(), *keys)
+    limits = Limits(top_k, top_p.double(), min_p.double(), VOCAB) if truncates else None
+    assert torch.equal(sample_tokens(*arguments, limits), sample_tokens_on_device(*arguments, limits))

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.executor.device_state import DeviceState
+from engine.executor.device_state import DeviceState, PaddedDrafts
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
-from engine.executor.kernels.tensors import Drafts
 from engine.executor.kernels.verify import verify
 from tests.engine.executor.kernels.implementations import on
 
@@ -24,7 +23,7 @@ def arguments_of_a_step(device):
     state.temperatures.fill_(0.7)
     state.top_k.fill_(20)
     integers = {"dtype": torch.int32, "device": device}
-    drafts = Drafts(torch.full((BATCH, DRAFT), 10, **integers), torch.full((BATCH,), DRAFT, **integers))
+    drafts = PaddedDrafts(torch.full((BATCH, DRAFT), 10, **integers), torch.full((BATCH,), DRAFT, **integers))
     logits = torch.zeros(BATCH * (DRAFT + 1), VOCAB, device=device)
     slots = torch.arange(BATCH, device=device)
     starts = torch.arange(BATCH + 1, **integers) * (DRAFT + 1)

@@ -53,7 +53,7 @@ def requests(*kinds):
 
 def complete(model, options, submitted):
     """Run groups of requests together."""
-    engine = launch(model, Tokenizer(options.model), options, print, lambda _: None, verifies_all=True)
+    engine = launch(model, Tokenizer(options.folder), options, print, lambda _: None, verifies_all=True)
     completions = engine.generate([request for group in submitted for request in group])
     engine.close()
     return completions
@@ -70,7 +70,7 @@ def tokens(completions):
 )
 def test_outputs_equal_those_of_one_process(case, count, shape):
     options, expected = case
-    divided = replace(options, tensor_parallel=count, config=replace(options.config, draft_shape=shape))
+    divided = replace(options, tensor_parallel=count, draft_shape=shape)
     model = load(divided)
     try:
         completions = complete(model, divided, [requests(kind) for kind in DRAFTERS])

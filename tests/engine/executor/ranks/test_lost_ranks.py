@@ -30,7 +30,7 @@ if __name__ == "__main__":
 def test_a_step_fails_with_one_line_if_a_rank_was_killed(model_folder, capfd):
     options = options_of(model_folder, 4)
     model = load(options)
-    engine = launch(model, Tokenizer(options.model), options, print, lambda _: None)
+    engine = launch(model, Tokenizer(options.folder), options, print, lambda _: None)
     engine.add(Request(PATTERN))
     engine.step()
     os.kill(model.group.processes[1].pid, signal.SIGKILL)

@@ -1,38 +1,30 @@
 """Steps on several ranks, each a real process."""
 
-from dataclasses import replace
-from types import MappingProxyType
-
 import numpy as np
 import pytest
 import torch
 
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
-from engine.config import EngineConfig
-from engine.drafters.registry import DEFAULT_ADDRESS
 from engine.executor.ranks.leader import Cache
 from engine.executor.ranks.load import check_ranks
-from engine.executor.ranks.runner import open_runner
+from engine.executor.runner import open_runner
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.forward import PAGE_SIZE, sequence_of
-from tests.engine.sampling.test_grammar_state import GRAMMARS
 from tests.engine.steps import batch_of
 
 PATTERN = np.random.default_rng(2).integers(1, VOCAB, 12).astype(np.uint32)
 """Prompts repeat it, so that drafters find something to draft."""
 
 
-def options_of(folder, count=1, drafter="none", shape="path", **draft_models):
-    config = EngineConfig(max_sequences=4, max_step_tokens=100, max_draft=8, kv_memory_mib=4, draft_shape=shape)
+def options_of(folder, count=1, drafter="none", shape="path", **draft_folders):
     return EngineOptions(
-        model=folder, device="cpu", dtype="auto", attention="auto", drafter=drafter,
-        drafter_options=MappingProxyType({}), draft_models=draft_models, address=DEFAULT_ADDRESS,
-        threads=1, config=config, tensor_parallel=count,
+        folder=folder, device="cpu", drafter=drafter, draft_folders=draft_folders, threads=1, tensor_parallel=count,
+        max_sequences=4, max_draft=8, kv_memory_mib=4, draft_shape=shape,
     )  # fmt: skip
 
 
@@ -54,7 +46,7 @@ def divided(request, folder):
 
 def outputs(model, options):
     """Tokens of greedy and sampled requests, and the number of accepted draft tokens."""
-    engine = launch(model, Tokenizer(options.model), options, print, lambda _: None, verifies_all=True)
+    engine = launch(model, Tokenizer(options.folder), options, print, lambda _: None, verifies_all=True)
     submitted = [
         Request(np.tile(PATTERN[: 6 + index], 4), SamplingParams(max_tokens=40, temperature=temperature, seed=index))
         for index, temperature in enumerate((0.0, 0.0, 0.7))
@@ -74,26 +66,6 @@ def test_outputs_equal_those_of_one_process(divided, folder, draft_folders, draf
     got, accepted = outputs(divided, options)
     assert got == expected
     assert accepted > 0 or drafter != "ssd"
-
-
-@pytest.mark.parametrize(("drafter", "shape"), [("none", "path"), ("ssd", "tree")])
-def test_outputs_with_a_grammar_equal_those_of_one_process(divided, folder, drafter, shape):
-    submitted = [
-        Request(
-            np.tile(PATTERN[: 6 + seed], 4),
-            SamplingParams(max_tokens=40, temperature=0.9 * (seed % 2), seed=seed, grammar=GRAMMARS[seed % 3]),
-        )
-        for seed in range(6)
-    ]
-    alone, options = options_of(folder), options_of(folder, drafter=drafter, shape=shape)
-    plain = launch(load(alone), Tokenizer(folder), alone, print, lambda _: None, verifies_all=True)
-    expected = [each.tokens.tolist() for each in plain.generate([replace(each, max_draft=0) for each in submitted])]
-    engine = launch(divided, Tokenizer(folder), options, print, lambda _: None, verifies_all=True)
-    for _ in range(2):
-        completions = engine.generate(submitted)
-        assert [each.tokens.tolist() for each in completions] == expected
-    engine.close()
-    assert sum(each.by_source["grammar"].accepted for each in completions if "grammar" in each.by_source) > 10
 
 
 def test_logits_equal_those_of_one_process(divided, folder):

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from engine.models.heads.eagle import EagleHead
@@ -59,8 +60,8 @@ def eagle3(target, *, seed=0, style=None, hidden_layers=(0, 1, 2), kept=200, has
     return randomize(head, seed)
 
 
-def medusa(target, *, seed=0, count=3, blocks=1):
-    heads = MedusaHeads(target.config, count, blocks)
+def medusa(target, *, seed=0, count=3, blocks=1, has_bias=True):
+    heads = MedusaHeads(target.config, count, blocks, has_bias=has_bias)
     heads.attach(target)
     return randomize(heads, seed)
 
@@ -88,102 +89,49 @@ def rename(tensors, names):
     return renamed
 
 
-def mtp_block(folder):
-    """Return the tensors of a saved MTP layer alone, embedding first, and its configuration."""
-    tensors, fields = read(folder)
-    layer = {name: tensor for name, tensor in tensors.items() if "mtp_layers" in name}
-    projection = layer["model.mtp_layers.0.input_proj.weight"]
-    layer["model.mtp_layers.0.input_proj.weight"] = projection.roll(len(projection), dims=1)
-    return layer, fields
+MIMO = "model.mtp_layers.0."
+
+
+def as_mtp(folder, to, prefix, block, norms, projection, copies=(), **fields):
+    """Write a saved MTP layer with other names, and with the embedding first.
+
+    norms: names of the norms of embedding, state and output. copies: those of the target's embedding and output
+    projection, if there are copies of them.
+    """
+    tensors, own = read(folder)
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith(MIMO)}
+    weight = layer.pop(f"{MIMO}input_proj.weight")
+    names = dict(zip(("token_layernorm", "hidden_layernorm", "final_layernorm"), norms, strict=True))
+    renamed = rename(layer, {f"{MIMO}{old}": prefix + new for old, new in names.items()} | {MIMO: block})
+    renamed[f"{prefix}{projection}.weight"] = weight.roll(len(weight), dims=1)
+    for name, copy in zip(("model.embed_tokens.weight", "lm_head.weight"), copies, strict=False):
+        renamed[prefix + copy] = tensors[name]
+    write(to, renamed, {**own, **fields})
 
 
 def as_deepseek(folder, to, layer=2):
     """DeepSeek's names; with copies of the embedding and the projection, as DeepSeek ships them."""
-    tensors, fields = mtp_block(folder)
-    prefix = "model.mtp_layers.0."
-    renamed = rename(
-        tensors,
-        {
-            f"{prefix}token_layernorm": f"model.layers.{layer}.enorm",
-            f"{prefix}hidden_layernorm": f"model.layers.{layer}.hnorm",
-            f"{prefix}input_proj": f"model.layers.{layer}.eh_proj",
-            f"{prefix}final_layernorm": f"model.layers.{layer}.shared_head.norm",
-            prefix: f"model.layers.{layer}.",
-        },
-    )
-    whole, _ = read(folder)
-    renamed[f"model.layers.{layer}.embed_tokens.weight"] = whole["model.embed_tokens.weight"]
-    renamed[f"model.layers.{layer}.shared_head.head.weight"] = whole["lm_head.weight"]
-    write(to, renamed, fields)
+    prefix, copies = f"model.layers.{layer}.", ("embed_tokens.weight", "shared_head.head.weight")
+    as_mtp(folder, to, prefix, prefix, ("enorm", "hnorm", "shared_head.norm"), "eh_proj", copies)
 
 
 def as_qwen(folder, to):
-    tensors, fields = mtp_block(folder)
-    prefix = "model.mtp_layers.0."
-    renamed = rename(
-        tensors,
-        {
-            f"{prefix}token_layernorm": "mtp.pre_fc_norm_embedding",
-            f"{prefix}hidden_layernorm": "mtp.pre_fc_norm_hidden",
-            f"{prefix}input_proj": "mtp.fc",
-            f"{prefix}final_layernorm": "mtp.norm",
-            prefix: "mtp.layers.0.",
-        },
-    )
-    write(to, renamed, {**fields, "mtp_num_hidden_layers": 1})
-
-
-LAYER_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-    "hidden_act",
-    "attention_bias",
-    "mlp_bias",
-)
-
-
-def speculators_config(kind, fields, **own):
-    """A configuration as the speculators library writes it."""
-    return {
-        "architectures": [f"{kind.capitalize()}Speculator"],
-        "speculators_model_type": kind,
-        "speculators_version": "0.6.0",
-        "speculators_config": {
-            "algorithm": kind,
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": "org/model", "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": {name: fields[name] for name in LAYER_FIELDS},
-        **own,
-    }
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    as_mtp(folder, to, "mtp.", "mtp.layers.0.", norms, "fc", mtp_num_hidden_layers=1)
 
 
 def as_speculators_eagle3(folder, to):
+    """The format of the speculators library, which nests the fields of the decoder layer."""
     tensors, fields = read(folder)
-    own = (
-        "draft_vocab_size",
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "target_hidden_size",
-        "eagle_aux_hidden_state_layer_ids",
+    names = (
+        *("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        *("target_hidden_size", "eagle_aux_hidden_state_layer_ids"),
     )
-    write(
-        to,
-        rename(tensors, {"midlayer.": "layers.0."}),
-        speculators_config("eagle3", fields, **{name: fields[name] for name in own}),
-    )
+    own = {name: fields.pop(name) for name in names}
+    for name in ("architectures", "eagle_config", "num_aux_hidden_states"):
+        del fields[name]
+    head = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **own}
+    write(to, rename(tensors, {"midlayer.": "layers.0."}), {**head, "transformer_layer_config": fields})
 
 
 def as_pickle(folder, file, old=WEIGHTS, **options):
@@ -192,22 +140,11 @@ def as_pickle(folder, file, old=WEIGHTS, **options):
     (folder / old).unlink()
 
 
-def into_target(folder, target_folder, to, shards=1):
-    """Add the tensors of an MTP layer to a copy of its target, in one file or several."""
+def into_target(folder, target_folder, to, max_shard_size="5GB"):
+    """Add the tensors of an MTP layer to a copy of its target."""
     tensors, fields = read(target_folder)
     own, _ = read(folder)
     tensors |= {name: tensor for name, tensor in own.items() if name not in tensors and name != "lm_head.weight"}
-    fields["num_nextn_predict_layers"] = 1
-    if shards == 1:
-        write(to, tensors, fields)
-        return
     to.mkdir()
-    names = sorted(tensors)
-    weight_map = {}
-    for index in range(shards):
-        file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name] for name in names[index::shards]}
-        save_file(part, to / file)
-        weight_map.update(dict.fromkeys(part, file))
-    (to / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (to / "config.json").write_text(json.dumps(fields))
+    save_torch_state_dict(tensors, to, max_shard_size=max_shard_size)
+    (to / "config.json").write_text(json.dumps({**fields, "num_nextn_predict_layers": 1}))

@@ -1,5 +1,6 @@
-"""DeepSeek-V3 as published: fp8 weights with scales of blocks, and an MTP layer with latent attention and experts."""
+"""DeepSeek-V3 as published: an MTP layer with latent attention and experts, also in fp8."""
 
+import shutil
 from contextlib import closing
 
 import pytest
@@ -11,39 +12,18 @@ from engine.drafters.autoregressive import AutoregressiveDrafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.models.heads.formats import check_head, load_head
-from engine.models.loader import load_config, load_model, model_checkpoint
+from engine.models.loader import load_config, load_model
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 from tests.engine.damage import edit_json
-from tests.engine.forward import prompt_logits
 from tests.engine.models.heads.test_twins import DenseAttention
+from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK, TOKENS
 from tests.engine.test_core import outputs, requests
 
 LAYERS = 2
-BLOCK = 16
 PREFIX = f"model.layers.{LAYERS}."
-
-
-def quantize(weight):
-    """Return a weight as fp8, and its scales, block by block."""
-    stored = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK))
-    for row in range(scales.shape[0]):
-        for column in range(scales.shape[1]):
-            block = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
-            scales[row, column] = weight[block].abs().max() / 448
-            stored[block] = (weight[block] / scales[row, column]).to(torch.float8_e4m3fn)
-    return stored, scales
-
-
-def naive_dequantize(weight, scales):
-    result = torch.empty(weight.shape)
-    for row in range(weight.shape[0]):
-        for column in range(weight.shape[1]):
-            result[row, column] = float(weight[row, column]) * float(scales[row // BLOCK, column // BLOCK])
-    return result
 
 
 def make_published(folder):
@@ -118,70 +98,21 @@ def test_drafts_of_the_mtp_layer_do_not_change_greedy_outputs(published, depth, 
         assert outputs(engine, submitted) == expected
 
 
-@pytest.fixture(scope="module")
-def quantized(published, tmp_path_factory):
-    """The same folder with weights of layers in fp8, and one in which they are dequantized one by one."""
-    made = []
-    tensors = load_file(published[0] / "model.safetensors")
-    stored, plain = {}, {}
-    for name, tensor in tensors.items():
-        stored[name] = plain[name] = tensor
-        if (name.endswith("_proj.weight") and "mlp" in name) or "self_attn.o_proj" in name:
-            stored[name], stored[f"{name}_scale_inv"] = quantize(tensor)
-            plain[name] = naive_dequantize(stored[name], stored[f"{name}_scale_inv"])
-    for each in (stored, plain):
-        folder = tmp_path_factory.mktemp("fp8")
-        save_file(each, folder / "model.safetensors")
-        (folder / "config.json").write_text((published[0] / "config.json").read_text())
-        made.append(folder)
-    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    edit_json(made[0] / "config.json", quantization_config=method)
-    return made
-
-
-def test_fp8_weights_are_dequantized(quantized):
-    loaded, expected = (load_model(folder) for folder in quantized)
-    logits = [prompt_logits(model, TOKENS[:20].numpy()) for model in (loaded, expected)]
-    assert (logits[0] - logits[1]).abs().max() < 1e-4
-    heads = [load_head("mtp", folder, loaded.config, target_folder=folder) for folder in quantized]
+def test_fp8_weights_of_the_mtp_layer_are_dequantized(published, tmp_path):
+    for name in ("fp8", "whole"):
+        shutil.copytree(published[0], tmp_path / name)
+    described = quantize_folder(
+        tmp_path / "fp8", FORMATS["DeepSeek's fp8"], skip=("norm", "gate.weight", "embed", "head")
+    )
+    save_file(described, tmp_path / "whole" / "model.safetensors")
+    config = load_config(published[0])
+    heads = [load_head("mtp", tmp_path / name, config, target_folder=tmp_path / name) for name in ("fp8", "whole")]
     for left, right in zip(*(head.parameters() for head in heads), strict=True):
         torch.testing.assert_close(left, right)
 
 
-def test_a_part_of_an_fp8_weight_is_that_of_the_whole(quantized):
-    name = "model.layers.0.self_attn.o_proj.weight"
-    whole, part = {name: torch.empty(64, 48)}, {name: torch.empty(20, 26)}
-    checkpoint = model_checkpoint(quantized[0])
-    checkpoint.copy_into(whole)
-    checkpoint.copy_into(part, lambda _: (slice(5, 25), slice(14, 40)))
-    assert torch.equal(part[name], whole[name][5:25, 14:40])
-
-
-def copy(folder, to, *, drop=(), change=None):
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name: tensor for name, tensor in (tensors | (change or {})).items() if name not in drop},
-        to / "model.safetensors",
-    )
-    (to / "config.json").write_text((folder / "config.json").read_text())
-    return to
-
-
-SCALES = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-
-
-def test_fp8_weights_without_scales_are_refused(quantized, tmp_path):
-    with pytest.raises(UserError, match=r"lacks .*o_proj.weight_scale_inv"):
-        load_model(copy(quantized[0], tmp_path, drop=[SCALES]))
-
-
-def test_scales_of_another_shape_are_refused(quantized, tmp_path):
-    with pytest.raises(UserError, match=r"weight_scale_inv in .* has shape"):
-        load_model(copy(quantized[0], tmp_path, change={SCALES: torch.ones(1, 1)}))
-
-
 def test_experts_that_the_configuration_does_not_describe_are_refused(published, tmp_path):
-    folder = copy(published[0], tmp_path)
+    folder = shutil.copytree(published[0], tmp_path / "model")
     target = load_config(folder)
     edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=16)
     with pytest.raises(UserError, match="has multi-head latent attention"):

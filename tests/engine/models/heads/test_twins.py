@@ -1,39 +1,42 @@
 """Heads equal obvious twins that compute the same network from the tensors of the published files."""
 
+import shutil
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from engine.models.heads.eagle3 import Eagle3Style
-from engine.models.heads.formats import load_head, save_head
+from engine.models.heads.formats import check_head, load_head, save_head
 from engine.models.loader import load_model
 from tests.engine.conftest import make_folder
 from tests.engine.models.heads import samples
 
 
 class Twin:
-    """Common parts: `files` are the head's tensors, `fields` its configuration, `target` the target's tensors."""
+    """Common parts: `files` are the head's tensors as they were saved, `target` the target's, `fields` the config."""
 
     def __init__(self, files, fields, target):
-        self.files, self.target = files, target
-        self.fields = {**fields, **fields.get("transformer_layer_config", {})}
+        self.files, self.fields, self.target = files, fields, target
+
+    def target_states(self, hidden):
+        return self.norm(hidden[:, 0], self.target["model.norm.weight"])
 
     def norm(self, x, weight):
         variance = x.pow(2).mean(-1, keepdim=True)
         return weight * (x * torch.rsqrt(variance + self.fields["rms_norm_eps"]))
 
-    def final_norm_of_target(self, x):
-        return self.norm(x, self.target["model.norm.weight"])
-
     def linear(self, x, name):
         result = x @ self.files[f"{name}.weight"].T
         return result + self.files[f"{name}.bias"] if f"{name}.bias" in self.files else result
 
-    def embedding_of_target(self, tokens):
-        return self.target["model.embed_tokens.weight"][tokens]
+    def embed(self, tokens):
+        return self.files.get("embed_tokens.weight", self.target["model.embed_tokens.weight"])[tokens]
 
-    def projection_of_target(self, x):
-        return x @ self.target.get("lm_head.weight", self.target["model.embed_tokens.weight"]).T
+    def project(self, x):
+        own = self.files.get("lm_head.weight", self.target.get("lm_head.weight"))
+        return x @ (self.target["model.embed_tokens.weight"] if own is None else own).T
 
     def heads(self, x, name):
         """[T, heads * size] -> [heads, T, size], normalized if the checkpoint has such a norm."""
@@ -69,69 +72,33 @@ class Twin:
         return x + self.mlp(self.norm(x, self.files[f"{block}post_attention_layernorm.weight"]), block)
 
 
-class Mimo(Twin):
-    """MiMo: hidden state first, first embedding zero; the normalized output is the next state."""
+class Mtp(Twin):
+    """DeepSeek-V3, section 2.2, with MiMo's names; the normalized output is the next state."""
 
-    def target_states(self, hidden):
-        return self.final_norm_of_target(hidden[:, 0])
+    zeroes_first = True
+    """Whether the first embedding is replaced with zeros, as by all but Qwen."""
 
     def run(self, tokens, states):
-        prefix = "model.mtp_layers.0."
-        embeddings = self.embedding_of_target(tokens)
-        embeddings[0] = 0
+        prefix = samples.MIMO
+        embeddings = self.embed(tokens)
+        if self.zeroes_first:
+            embeddings[0] = 0
         pair = (
             self.norm(states, self.files[f"{prefix}hidden_layernorm.weight"]),
             self.norm(embeddings, self.files[f"{prefix}token_layernorm.weight"]),
         )
         hidden = self.layer(self.linear(torch.cat(pair, -1), f"{prefix}input_proj"), prefix)
         hidden = self.norm(hidden, self.files[f"{prefix}final_layernorm.weight"])
-        return self.logits(hidden), hidden
-
-    def logits(self, hidden):
-        return self.projection_of_target(hidden)
-
-
-class DeepSeek(Mimo):
-    """DeepSeek-V3, section 2.2: embedding first."""
-
-    def run(self, tokens, states):
-        prefix = next(name for name in self.files if name.endswith("eh_proj.weight")).removesuffix("eh_proj.weight")
-        embeddings = self.embedding_of_target(tokens)
-        embeddings[0] = 0
-        pair = (
-            self.norm(embeddings, self.files[f"{prefix}enorm.weight"]),
-            self.norm(states, self.files[f"{prefix}hnorm.weight"]),
-        )
-        hidden = self.layer(self.linear(torch.cat(pair, -1), f"{prefix}eh_proj"), prefix)
-        hidden = self.norm(hidden, self.files[f"{prefix}shared_head.norm.weight"])
-        return self.logits(hidden), hidden
-
-
-class Qwen(Mimo):
-    """Qwen: embedding first, no embedding is zero."""
-
-    def run(self, tokens, states):
-        pair = (
-            self.norm(self.embedding_of_target(tokens), self.files["mtp.pre_fc_norm_embedding.weight"]),
-            self.norm(states, self.files["mtp.pre_fc_norm_hidden.weight"]),
-        )
-        hidden = self.layer(self.linear(torch.cat(pair, -1), "mtp.fc"), "mtp.layers.0.")
-        hidden = self.norm(hidden, self.files["mtp.norm.weight"])
-        return self.logits(hidden), hidden
+        return self.project(hidden), hidden
 
 
 class Eagle(Twin):
     """EAGLE: the output of the layer is the next state, and enters the target's output projection as it is."""
 
-    def target_states(self, hidden):
-        return self.final_norm_of_target(hidden[:, 0])
-
     def run(self, tokens, states):
-        own = self.files.get("embed_tokens.weight")
-        embeddings = self.embedding_of_target(tokens) if own is None else own[tokens]
-        x = self.linear(torch.cat((embeddings, states), -1), "fc")
+        x = self.linear(torch.cat((self.embed(tokens), states), -1), "fc")
         x = self.layer(x, "layers.0.")
-        return self.projection_of_target(x), x
+        return self.project(x), x
 
 
 class Eagle3(Twin):
@@ -148,25 +115,18 @@ class Eagle3(Twin):
         return self.linear(fused, "fc")
 
     def run(self, tokens, states):
-        block = "midlayer." if "midlayer.hidden_norm.weight" in self.files else "layers.0."
-        own = self.files.get("embed_tokens.weight")
-        embeddings = self.embedding_of_target(tokens) if own is None else own[tokens]
+        block = "midlayer."
         normalized = self.norm(states, self.files[f"{block}hidden_norm.weight"])
         residual = normalized if self.fields.get("norm_before_residual") else states
-        pairs = torch.cat((self.norm(embeddings, self.files[f"{block}input_layernorm.weight"]), normalized), -1)
+        pairs = torch.cat((self.norm(self.embed(tokens), self.files[f"{block}input_layernorm.weight"]), normalized), -1)
         x = residual + self.attention(pairs, block)
         x = x + self.mlp(self.norm(x, self.files[f"{block}post_attention_layernorm.weight"]), block)
         last = self.norm(x, self.files["norm.weight"])
-        own_projection = self.files.get("lm_head.weight")
-        logits = self.projection_of_target(last) if own_projection is None else last @ own_projection.T
-        return logits, last if self.fields.get("norm_output") else x
+        return self.project(last), last if self.fields.get("norm_output") else x
 
 
 class Medusa(Twin):
     """Medusa-1: head i has its own residual blocks and projection."""
-
-    def target_states(self, hidden):
-        return self.final_norm_of_target(hidden[:, 0])
 
     def run(self, states):
         logits = []
@@ -197,18 +157,6 @@ def target(target_folder):
     return load_model(target_folder)
 
 
-def convert(rewrite, **options):
-    def make(folder, to):
-        rewrite(folder, to, **options)
-        return to
-
-    return make
-
-
-def same(folder, _to):
-    return folder
-
-
 STYLES = {
     "plain": Eagle3Style(),
     "norm_before_residual": Eagle3Style(norm_before_residual=True),
@@ -217,28 +165,26 @@ STYLES = {
     "norm_output": Eagle3Style(norm_output=True),
     "all": Eagle3Style(norm_before_residual=True, fc_norm=True, norm_output=True),
 }
+SMALLER = {"hidden_size": 32, "head_dim": 8, "hidden_layers": (1, 2)}
+AS_WRITTEN = shutil.copytree
 CASES = {
-    "mimo": (samples.mtp, {}, same, Mimo),
-    "mimo, normalized queries and keys": (samples.mtp, {"qk_norm": True}, same, Mimo),
-    "mimo, own shape": (samples.mtp, {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 80}, same, Mimo),
-    "deepseek": (samples.mtp, {}, convert(samples.as_deepseek), DeepSeek),
-    "deepseek, exported by sglang": (samples.mtp, {}, convert(samples.as_deepseek, layer=0), DeepSeek),
-    "qwen": (samples.mtp, {"qk_norm": True}, convert(samples.as_qwen), Qwen),
-    "eagle": (samples.eagle, {}, same, Eagle),
-    "eagle, no bias, own embedding": (samples.eagle, {"has_bias": False, "has_embedding": True}, same, Eagle),
-    "eagle, biases of queries": (samples.eagle, {"qkv_bias": True}, same, Eagle),
-    **{f"eagle3, {name}": (samples.eagle3, {"style": style}, same, Eagle3) for name, style in STYLES.items()},
-    **{
-        f"eagle3 of speculators, {name}": (
-            samples.eagle3,
-            {"style": style, "qk_norm": True, "kept": None},
-            convert(samples.as_speculators_eagle3),
-            Eagle3,
-        )
-        for name, style in STYLES.items()
-    },
-    "eagle3, smaller": (samples.eagle3, {"hidden_size": 32, "hidden_layers": (1, 2)}, same, Eagle3),
+    "mimo": ({}, AS_WRITTEN),
+    "mimo, normalized queries and keys": ({"qk_norm": True}, AS_WRITTEN),
+    "mimo, own shape": ({"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 80}, AS_WRITTEN),
+    "mimo as deepseek": ({}, samples.as_deepseek),
+    "mimo as deepseek, exported by sglang": ({}, partial(samples.as_deepseek, layer=0)),
+    "mimo as qwen": ({"qk_norm": True}, samples.as_qwen),
+    "eagle": ({}, AS_WRITTEN),
+    "eagle, no bias, own embedding": ({"has_bias": False, "has_embedding": True}, AS_WRITTEN),
+    "eagle, biases of queries": ({"qkv_bias": True}, AS_WRITTEN),
+    "eagle3, smaller": (SMALLER, AS_WRITTEN),
 }
+for name, style in STYLES.items():
+    CASES[f"eagle3, {name}"] = ({"style": style}, AS_WRITTEN)
+    options = {"style": style, "qk_norm": True, "kept": None}
+    CASES[f"eagle3 of speculators, {name}"] = (options, samples.as_speculators_eagle3)
+KINDS = {"mimo": (samples.mtp, Mtp), "eagle": (samples.eagle, Eagle), "eagle3": (samples.eagle3, Eagle3)}
+"""What makes a head, and its twin, by the first word of a case."""
 
 
 class DenseAttention:
@@ -258,30 +204,35 @@ class DenseAttention:
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.repeat_interleave(share, 1))
 
 
-def kind_of(make):
-    return make.__name__
-
-
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("make", "options", "rewrite", "twin_of"), CASES.values(), ids=CASES.keys())
-def test_a_published_head_computes_like_its_twin(
-    tmp_path, target, target_folder, make, options, rewrite, twin_of, seed
-):
-    """Compare a text with the target's states, then draft tokens with the head's own states."""
-    save_head(make(target, seed=seed, **options), tmp_path / "own", dtype=torch.float32)
-    folder = rewrite(tmp_path / "own", tmp_path / "other")
-    head = load_head(kind_of(make), folder, target.config)
+@pytest.mark.parametrize("case", CASES)
+def test_a_published_head_computes_like_its_twin(tmp_path, target, target_folder, case, seed):
+    """Compare a text with the target's states, then draft tokens with the head's own states.
+
+    The loaded head also has the outputs of the one that was saved, to the last bit, but for Qwen's first embedding.
+    """
+    (make, twin_of), (options, rewrite) = KINDS[case.replace(",", "").split()[0]], CASES[case]
+    saved = make(target, seed=seed, **options)
+    save_head(saved, tmp_path / "own", dtype=torch.float32)
+    rewrite(tmp_path / "own", folder := tmp_path / "published")
+    check_head(make.__name__, folder, target.config)
+    head = load_head(make.__name__, folder, target.config)
     head.attach(target)
-    twin = twin_of(*samples.read(folder), samples.read(target_folder)[0])
+    assert head.hidden_layers == saved.hidden_layers
+    twin = twin_of(*samples.read(tmp_path / "own"), samples.read(target_folder)[0])
+    twin.zeroes_first = rewrite is not samples.as_qwen
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(TEXT, len(head.hidden_layers), target.config.hidden_size, generator=generator)
     tokens = torch.randint(0, target.config.vocab_size, (TEXT + DRAFT,), generator=generator)
 
     attend, positions = DenseAttention(), torch.arange(1, TEXT + DRAFT + 1)
     states, twin_states = head.target_states(hidden), twin.target_states(hidden)
+    before = saved(tokens[:TEXT], saved.target_states(hidden), positions[:TEXT], DenseAttention())
     first = 0
     for end in range(TEXT, TEXT + DRAFT + 1):
         output = head(tokens[first:end], states, positions[first:end], attend)
+        if not first and rewrite is not samples.as_qwen:
+            assert torch.equal(head.target_logits(output.hidden), saved.target_logits(before.hidden))
         logits, outputs = twin.run(tokens[:end], twin_states)
         torch.testing.assert_close(head.logits(output.hidden), logits[first:], **TOLERANCE)
         torch.testing.assert_close(output.state, outputs[first:], **TOLERANCE)
@@ -289,16 +240,16 @@ def test_a_published_head_computes_like_its_twin(
         first = end
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_medusa_computes_like_its_twin(tmp_path, target, target_folder, blocks):
-    save_head(samples.medusa(target, blocks=blocks), tmp_path, dtype=torch.float32)
+@pytest.mark.parametrize("options", [{}, {"blocks": 2}, {"has_bias": False}], ids=str)
+def test_medusa_computes_like_its_twin(tmp_path, target, target_folder, options):
+    saved = samples.medusa(target, **options)
+    save_head(saved, tmp_path, dtype=torch.float32)
     heads = load_head("medusa", tmp_path, target.config)
     heads.attach(target)
-    twin = Medusa(
-        samples.read(tmp_path, "medusa_lm_head.safetensors")[0],
-        {**samples.read(tmp_path, "medusa_lm_head.safetensors")[1], "rms_norm_eps": target.config.rms_norm_eps},
-        samples.read(target_folder)[0],
-    )
+    files, fields = samples.read(tmp_path, "medusa_lm_head.safetensors")
+    twin = Medusa(files, {**fields, "rms_norm_eps": target.config.rms_norm_eps}, samples.read(target_folder)[0])
     hidden = torch.randn(5, 1, target.config.hidden_size, generator=torch.Generator().manual_seed(3))
     expected = twin.run(twin.target_states(hidden))
-    torch.testing.assert_close(heads(heads.target_states(hidden)), expected, **TOLERANCE)
+    found = heads(heads.target_states(hidden))
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert torch.equal(found, saved(saved.target_states(hidden)))

@@ -1,1 +1,0 @@
-"""Reinforcement learning of the shipped model, with rollouts that are generated with and without drafts."""

@@ -1,0 +1,53 @@
+"""What the plug-in reads from vLLM's configurations and requests, as far as no vLLM is needed."""
+
+from threading import Event
+from types import SimpleNamespace
+
+import pytest
+
+import drafter_service.plugins.vllm as plugin
+from drafter_service.client.identity import fingerprint, process_name
+from drafter_service.plugins.vllm.engine import OptionsReader, engine_name, padding_of
+from tests.drafter_service.raw import eventually
+
+
+@pytest.mark.parametrize("count", [0, 1, 256, 257, 1000])
+def test_a_limited_number_of_sizes_of_cuda_graphs_is_reported(count):
+    graphs = SimpleNamespace(
+        cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=[*range(1, count + 1)]
+    )
+    sizes = padding_of(graphs).sizes
+    assert len(sizes) == min(count, 256) or count // 2 - 256 < len(sizes) <= 256
+    assert list(sizes) == sorted(sizes)
+    assert not sizes or sizes[-1] == count
+    assert padding_of(SimpleNamespace(cudagraph_mode=None)).sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "name"),
+    [("", 0, "{process}"), ("", 2, "{process}:dp2"), ("chat", 0, "chat"), ("x" * 128, 10, "x" * 123 + ":dp10")],
+)
+def test_ranks_of_data_parallelism_have_names_of_their_own(given, rank, name):
+    assert engine_name(given, SimpleNamespace(data_parallel_index=rank)) == name.format(process=process_name())
+
+
+def test_an_adapter_is_identified_by_its_file_and_has_no_drafts_while_it_is_read(tmp_path, monkeypatch):
+    file, may_read, warnings = tmp_path / "adapter_model.safetensors", Event(), []
+    file.write_bytes(b"weights")
+    monkeypatch.setattr(
+        "drafter_service.plugins.vllm.engine.fingerprint", lambda path: may_read.wait(10) and fingerprint(path)
+    )
+    reader = OptionsReader(warnings.append)
+    for path, wanted in ((str(tmp_path), fingerprint(file)), ("/nonexistent", "a:/nonexistent")):
+        adapter = SimpleNamespace(lora_name="a", lora_path=path)
+        request = SimpleNamespace(sampling_params=SimpleNamespace(), prompt_embeds=None, lora_request=adapter)
+        assert may_read.is_set() or reader.options_of(request) is None
+        may_read.set()
+        assert eventually(lambda adapter=adapter: reader.fingerprint(adapter)) == wanted
+    assert len(warnings) == 1
+    assert reader.fingerprint(None) == ""
+
+
+def test_classes_that_do_not_exist():
+    with pytest.raises(AttributeError, match="no attribute 'Drafter'"):
+        plugin.Drafter  # noqa: B018
