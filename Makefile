@@ -139,7 +139,7 @@ GPU_TESTS := tests/engine/attention tests/engine/executor tests/engine/test_gpu_
 ON_GPU = python=$(BIN)/python; \
 	[ -x $$python ] || python=$(PYTHON); \
 	$$python -c 'import torch' 2>/dev/null || { $(MAKE) --no-print-directory setup && python=$(BIN)/python; } || exit 1; \
-	if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then has_gpu=yes; else has_gpu=; fi; \
+	if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then has_gpu=yes; export SSD_HAS_GPU=1; else has_gpu=; fi; \
 	if [ -f .gpu/setup.sh ] && [ $$has_gpu ]; then PYTHON=$$python . .gpu/setup.sh || exit 1; fi
 
 gpu: ## run the GPU tests, then the GPU benchmarks, at most 9 minutes; see docs/gpu.md

@@ -24,7 +24,12 @@ DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def has_gpu():
-    """Return whether PyTorch has a GPU. It is imported only if there may be one, since that takes seconds."""
+    """Return whether PyTorch has a GPU. It is imported only if there may be one, since that takes seconds.
+
+    With SSD_HAS_GPU=1 there is one, whatever its driver is.
+    """
+    if os.environ.get("SSD_HAS_GPU") == "1":
+        return True
     if not any(map(os.path.exists, DRIVERS)):
         return False
     import torch

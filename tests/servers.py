@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from contextlib import asynccontextmanager, contextmanager
+from importlib import import_module
 
 TIMEOUT_S = 60
 SERVE = (sys.executable, "-m", "drafter_service.commands.main", "serve")
@@ -60,6 +61,8 @@ def serving(**settings):
     """
     from structlog.testing import capture_logs
 
+    # It may compile kernels, which takes longer than a start may.
+    import_module("drafter_service.server.server")
     from drafter_service.settings.tree import ServiceConfig
 
     loop = asyncio.new_event_loop()
@@ -69,8 +72,10 @@ def serving(**settings):
     try:
         with capture_logs():  # Otherwise they would be printed to the output of commands that run here.
             _, address = asyncio.run_coroutine_threadsafe(service.__aenter__(), loop).result(TIMEOUT_S)
-            yield address
-            asyncio.run_coroutine_threadsafe(service.__aexit__(None, None, None), loop).result(TIMEOUT_S)
+            try:
+                yield address
+            finally:
+                asyncio.run_coroutine_threadsafe(service.__aexit__(None, None, None), loop).result(TIMEOUT_S)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(TIMEOUT_S)

@@ -52,11 +52,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise missing_extra("the tokenizer of a model needs tokenizers", "text") from None
     is_folder = not is_gguf(path)
     file = path / TOKENIZER_FILE if is_folder else path
+    for one in (path, file):
+        if one.is_file() and _begins_with(one, LFS_POINTER):
+            raise UserError(f"{one} is a pointer of Git LFS, not the file; run git lfs pull in its folder")
     if not file.is_file():
         raise UserError(_why_missing(path))
     try:
-        if is_folder and file.read_bytes().startswith(LFS_POINTER):
-            raise UserError(f"{file} is a pointer of Git LFS, not the file; run git lfs pull in its folder")
         return Tokenizer.from_file(str(file)) if is_folder else gguf_tokenizer(file)
     except UserError:
         raise
@@ -64,8 +65,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"the tokenizer in {file} cannot be read ({problem}); download or copy it again") from None
 
 
+def _begins_with(path: Path, head: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(head)) == head
+    except OSError:
+        return False
+
+
 def _why_missing(folder: Path) -> str:
-    """Return what is in the place of a model folder with a tokenizer.json."""
+    """Return what is in the place of a model folder with a tokenizer.json, or of a GGUF file."""
+    if folder.suffix == ".gguf" and not folder.is_dir():
+        return f"{folder} is not a GGUF file; download it again" if folder.exists() else f"there is no file {folder}"
     if not folder.exists():
         if HUB_NAME.fullmatch(str(folder)):
             download = f"if it is a name on the Hugging Face hub, run: hf download {folder} --local-dir FOLDER"
@@ -76,8 +87,9 @@ def _why_missing(folder: Path) -> str:
     for pattern, name in OTHER_FORMATS.items():
         if any(folder.glob(pattern)):
             return f"{folder} has {name} and no {TOKENIZER_FILE}; {CONVERSION.format(folder=folder)}"
-    if (file := next(folder.glob("*.gguf"), None)) is not None:
-        return f"{folder} has no {TOKENIZER_FILE}; give its GGUF file, {file}"
+    if files := sorted(folder.glob("*.gguf")):
+        which = f"its GGUF file, {files[0]}" if len(files) == 1 else f"one of its GGUF files, such as {files[0]}"
+        return f"{folder} has no {TOKENIZER_FILE}; give {which}"
     return f"{folder} has no {TOKENIZER_FILE}; give the folder of a model"
 
 

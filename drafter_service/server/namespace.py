@@ -300,9 +300,10 @@ class Namespace:
         return is_learned
 
     def has_forgotten(self, event: Event) -> bool:
-        """Return whether an event that forgets text has already been applied here."""
+        """Return whether an event that forgets text was applied here, or is older than the text of that name."""
         if event.kind is Kind.FORGOTTEN:
-            return self._is_covered(event.request, event.time)
+            learned_at = self._learned.get(hash_of(event.request), -math.inf)
+            return learned_at > event.time or self._is_covered(event.request, event.time)
         return event.time <= self._forgotten_before
 
     def _is_covered(self, request_id: str | None, finished_at: float) -> bool:
@@ -354,7 +355,7 @@ class Namespace:
     def forget_before(self, moment: float, *, is_from_log: bool = False) -> Forget:
         """Forget text learned before a time, in seconds since 1970, as `forget`."""
         self.feed.add(pb.Change(forgotten_before=moment))
-        told = min(moment, self.corpus.clock())
+        told = moment if is_from_log else min(moment, self.corpus.clock())
         if not is_from_log:
             self.publish(Event(Kind.FORGOTTEN_BEFORE, told))
         self._forgotten_before = max(self._forgotten_before, told)

@@ -39,6 +39,8 @@ MIN_BYTES = 25_000_000
 DISK_LIMIT_S, DISK_BYTES_PER_S = 30.0, 20e6
 """Limit of the time that a caller waits for a file: a number of seconds, plus the file's size divided by a rate. Disks
 that answer are faster."""
+RETRY_S = 5.0
+"""Time in seconds after which a namespace that could not be loaded is tried again. Each attempt may unload another."""
 
 Locks = WeakValueDictionary[str, asyncio.Lock]
 T = TypeVar("T")
@@ -62,6 +64,14 @@ class Saved(NamedTuple):
     name: str
     bytes: int
     seconds: float
+
+
+class Failure(NamedTuple):
+    """The last failure to load a namespace."""
+
+    retry_at: float
+    """When it is tried again, by `time.monotonic`."""
+    reason: str
 
 
 class Namespaces:
@@ -105,6 +115,8 @@ class Namespaces:
         self._next_saves: dict[Namespace, asyncio.Task[Saved]] = {}
         """Saves that have not begun to read the namespace."""
         self.failed_loads = 0
+        self._failures: dict[str, Failure] = {}
+        """Failures of the last `RETRY_S` seconds by namespace."""
         self._tasks: set[asyncio.Task[Any]] = set()
         """Tasks that go on if their callers are cancelled, because threads cannot be cancelled."""
 
@@ -321,9 +333,15 @@ class Namespaces:
         return replace(self._config.drafting, capacity=capacity)
 
     async def _load_once(self, name: str, model: ModelIdentity) -> None:
-        """Load a namespace, or wait for the load in progress, which goes on if this caller is cancelled."""
+        """Load a namespace, or wait for the load in progress, which goes on if this caller is cancelled.
+
+        Raises as `use`, and LoadError without an attempt for `RETRY_S` seconds after a failure.
+        """
         loading = self._loads.get(name)
         if loading is None:
+            failure = self._failures.get(name)
+            if failure is not None and (left_s := failure.retry_at - time.monotonic()) > 0:
+                raise LoadError(f"namespace {name!r}", f"{failure.reason}; it is tried again in {left_s:.1f} s")
             loading = self._loads[name] = self._start(self._load(name, model))
             loading.add_done_callback(lambda _: self._loads.pop(name))
         limit_s = _limit_s(max_bytes(self.drafting(name).capacity))
@@ -331,8 +349,8 @@ class Namespaces:
         try:
             await finished(loading, limit_s, late)
         except LoadError as problem:
-            if problem is late:
-                self._record_failure(name, str(problem))
+            if problem is late:  # The load goes on, and the next caller waits for it.
+                self._count_failure(name, str(problem))
             raise
 
     async def _load(self, name: str, model: ModelIdentity) -> Namespace:
@@ -358,13 +376,16 @@ class Namespaces:
                 raise
             except (OSError, MemoryError, RuntimeError, SnapshotError) as problem:
                 reason = str(problem) or type(problem).__name__
-                self._record_failure(name, reason)
+                self._count_failure(name, reason)
+                now = time.monotonic()
+                self._failures = {each: failure for each, failure in self._failures.items() if failure.retry_at > now}
+                self._failures[name] = Failure(now + RETRY_S, reason)
                 raise LoadError(f"namespace {name!r}", reason) from None
             is_restored = stored.loaded is not None
             logger.info("namespace loaded", namespace=name, tokens=namespace.corpus.tokens, restored=is_restored)
             return namespace
 
-    def _record_failure(self, name: str, reason: str) -> None:
+    def _count_failure(self, name: str, reason: str) -> None:
         self.failed_loads += 1
         logger.error("namespace not loaded", namespace=name, reason=reason)
 
@@ -387,6 +408,7 @@ class Namespaces:
             # Without its corpus the namespace has to read the whole log.
             namespace.restored_position = None
         self.loaded[name] = namespace
+        self._failures.pop(name, None)
         namespace.record_sample(time.time())
         self._on_loaded(namespace)
         return namespace

@@ -59,7 +59,7 @@ def _pairs(_context: click.Context, option: click.Parameter, given: tuple[str, .
         if not key or not value:
             raise UserError(f"{option.opts[0]} must be {option.metavar}, not {text!r}")
         if key in pairs:
-            raise UserError(f"{option.opts[0]} {text}: {key} was given before; give it once")
+            raise UserError(f"{option.opts[0]} {text}: {key} was given before; give each name once")
         pairs[key] = value
     return pairs
 

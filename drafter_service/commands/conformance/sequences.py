@@ -46,6 +46,8 @@ class Sequence:
     """Committed tokens."""
     draft: list[int] = field(default_factory=list)
     """The last draft."""
+    had_draft: bool = False
+    """Whether any of its drafts had tokens."""
     batches: int = 0
     event: str | None = None
     """Name of the check that the sequence's next tokens are about."""
@@ -90,6 +92,7 @@ class SequenceRules:
         elif sequence.scenario is Scenario.RIGHT and sequence.batches % 2 and len(path) > 1:
             path = [*path[:-1], wrong[-1]]
         sequence.draft = path
+        sequence.had_draft |= bool(path)
         sequence.batches += 1
         return path
 
@@ -149,7 +152,7 @@ class SequenceRules:
             self._checks.see(check)
 
     def _check_output(self, sequence: Sequence, check: str) -> None:
-        if sequence.scenario is not Scenario.NONE:
+        if sequence.had_draft:
             self._checks.see("output")
         expected, output = self._outputs.get(sequence.prompt, []), sequence.output
         index = common_length(expected, output)

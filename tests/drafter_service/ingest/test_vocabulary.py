@@ -113,6 +113,7 @@ def test_memory_for_texts_without_words_is_bounded(monkeypatch):
         ({"tokenizer.model": b""}, "SentencePiece.*AutoTokenizer"),
         ({"qwen.tiktoken": b"", "x.gguf": b""}, "tiktoken.*AutoTokenizer"),
         ({"m-Q4.gguf": b"GGUF"}, "has no tokenizer.json; give its GGUF file, .*m-Q4.gguf"),
+        ({"m-Q8.gguf": b"GGUF", "m-Q4.gguf": b"GGUF"}, "give one of its GGUF files, such as .*m-Q4.gguf"),
     ],
 )
 def test_folders_without_a_tokenizer(tmp_path, files, message):
@@ -127,7 +128,9 @@ def test_folders_without_a_tokenizer(tmp_path, files, message):
     [
         ("Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir FOLDER"),
         ("./missing/model", "there is no folder"),
-        ("m.gguf", "is a file; give the folder"),
+        ("m.gguf", "is not a GGUF file"),
+        ("pointer.gguf", "is a pointer of Git LFS"),
+        ("missing.gguf", "there is no file missing.gguf"),
         ("tokenizer.json", "is a file; give the folder"),
     ],
 )
@@ -135,6 +138,7 @@ def test_other_things_than_folders(tmp_path, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
     for name in ("m.gguf", "tokenizer.json"):
         (tmp_path / name).touch()
+    (tmp_path / "pointer.gguf").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(UserError, match=message):
         Vocabulary(Path(path))
 

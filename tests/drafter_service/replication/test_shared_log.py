@@ -177,6 +177,13 @@ async def test_what_was_forgotten_is_not_learned_from_entries_that_are_read_or_w
             await eventually(lambda: namespace.has_learned("new"))
             assert not any(map(namespace.has_learned, ["a", "b", "late", "old"]))
             await replicated.close()
+        # What it has learned since is newer than what its own entries forget.
+        with still_namespace() as namespace:
+            namespace.learn(text, "own")
+            replicated = ReplicatedNamespace(namespace, stream, b"own-name", 1 << 30)
+            await eventually(lambda: namespace.has_learned("new"))
+            assert namespace.has_learned("own")
+            await replicated.close()
     await client.aclose()
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -420,24 +420,22 @@ def test_a_disk_that_does_not_answer_only_prevents_snapshots():
         sidecar.stop()
 
 
-def test_a_client_goes_on_without_drafts_while_its_namespace_cannot_be_loaded():
-    """One that uses the step socket, and one that does not find it."""
-    with tempfile.TemporaryDirectory(prefix="ssd-") as name, Sidecar(Path(name)) as sidecar, ExitStack() as stack:
+@pytest.mark.parametrize("has_socket", [False, True], ids=["grpc", "steps"])
+def test_a_client_goes_on_without_drafts_while_its_namespace_cannot_be_loaded(has_socket):
+    with tempfile.TemporaryDirectory(prefix="ssd-") as name, Sidecar(Path(name)) as sidecar:
+        losses = []
         sidecar.caller.observe("a", counted(100))
         sidecar.caller.call("Snapshot")
         sidecar.kill()
         sidecar.fail("EIO 1")
-        clients = []
-        for losses in ([], []):
-            connecting = DrafterClient(sidecar.address, namespace="a", required=False, on_lost=losses.append)
-            client = stack.enter_context(closing(connecting))
+        if not has_socket:
+            Path(f"{name}/drafter.sock.steps").unlink()
+        connecting = DrafterClient(sidecar.address, namespace="a", required=False, on_lost=losses.append)
+        with closing(connecting) as client:
             client.start(1, array(counted(100)[:8]))
-            eventually(lambda losses=losses: losses)
+            eventually(lambda: losses)
             assert losses[0].startswith("not ready: namespace 'a' cannot be loaded now: [Errno 5] Input/output error")
             assert draft_of(client, []) == []
-            Path(f"{name}/drafter.sock.steps").unlink(missing_ok=True)
-            clients.append((client, losses))
-        sidecar.fail()
-        for client, losses in clients:
-            eventually(lambda client=client: draft_of(client, [])[:1] == [108])
+            sidecar.fail()
+            eventually(lambda: draft_of(client, [])[:1] == [108])
             assert len(losses) == 1

@@ -6,7 +6,9 @@ import os
 import resource
 import struct
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -77,6 +79,7 @@ def in_the_corpus(patch, problem):
 )
 @run
 async def test_a_passing_error_leaves_the_files_and_reaches_the_caller(tmp_path, monkeypatch, where, problem):
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
     before = await saved(tmp_path)
     async with opened(tmp_path) as namespaces:
         for _ in range(3):
@@ -87,6 +90,25 @@ async def test_a_passing_error_leaves_the_files_and_reaches_the_caller(tmp_path,
         assert (namespaces.failed_loads, namespaces.loaded, namespaces._reserved) == (3, {}, {})
         await namespaces.save_changed()
         assert contents(tmp_path) == before
+        assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
+
+
+@run
+async def test_attempts_to_load_do_not_unload_others_again_and_again(tmp_path, monkeypatch):
+    now = 1e9
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    await saved(tmp_path)
+    async with opened(tmp_path, fit=1) as namespaces:
+        with monkeypatch.context() as patch:
+            at_open(patch, OSError(errno.EIO, "Input/output error"))
+            with pytest.raises(LoadError, match="Input/output error"):
+                await learned(namespaces, "a")
+        idle = await learned(namespaces, "b", [1, 2])
+        for _ in range(3):
+            with pytest.raises(LoadError, match=r"Input/output error; it is tried again in 5\.0 s"):
+                await learned(namespaces, "a")
+        assert (namespaces.loaded, namespaces.failed_loads) == ({"b": idle}, 1)
+        now += module.RETRY_S
         assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
 
 

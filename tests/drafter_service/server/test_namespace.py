@@ -68,6 +68,9 @@ def test_text_from_the_log_has_its_time_and_is_not_published_again(namespace, cl
     namespace.corpus.refresh()
     assert namespace.corpus.requests == 0
     assert published == []
+    # A sidecar whose clock is ahead has told all to forget.
+    namespace.forget_before(clock.now + 9, is_from_log=True)
+    assert not namespace.learn(array([1, 2, 3, 4]), "late", finished_at=clock.now + 8, is_from_log=True)
 
 
 EVENTS = [Event(kind, time, name) for kind in Kind for time in (0.0, 1.0, 2.0, 3.0) for name in "ab"]

@@ -73,6 +73,19 @@ def test_the_client_passes(transport, socket_address, monkeypatch):
     assert running_checks.checker.checks.failures == {}
 
 
+def test_outputs_of_an_engine_that_asks_for_no_drafts_are_not_tested(socket_address):
+    running_checks = RunningChecks(socket_address, idle_s=0.5)
+    recording = recording_of([(prompt, output(prompt)) for prompt in PROMPTS])
+    with DrafterClient(running_checks.address) as client:
+        for _ in range(3):
+            eventually(lambda: client.lost is None)
+            replay(recording, client, concurrency=len(PROMPTS), max_draft=0)
+    running_checks.join(20)
+    failures = running_checks.checker.checks.failures
+    assert (failures["output"], failures["drafts used"]) == (None, None)
+    assert "finishes" not in failures
+
+
 def test_the_command_says_what_was_not_tested(socket_address):
     result = CliRunner().invoke(cli, ["conformance", "--listen", socket_address, "--idle", "0.1"])
     assert result.exit_code == 1
