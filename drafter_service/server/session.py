@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -63,11 +62,9 @@ class Session:
         self._draft_shape = draft_shape
         self._may_learn = False
         self._use = namespace.engines.connect(engine)
-        self._drafter = namespace.new_drafter(draft_shape, namespace.new_curve(padding), self._use.stats)
+        self._drafter: SuffixDrafter = namespace.new_drafter(draft_shape, namespace.new_curve(padding), self._use.stats)
         self._shadow: ShadowDrafter | None = None
-        """Drafter of the sequences whose drafts are withheld; None before the first."""
-        self._withheld: set[int] = set()
-        """Sequences whose drafts are withheld."""
+        """The same drafter if the drafts of the running sequences are withheld."""
         self._tokens = 0
         """Number of tokens of all sequences, prompts included."""
         self._pause_steps = 0
@@ -117,13 +114,15 @@ class Session:
         """Drop all sequences without learning from them."""
         self.namespace.engines.disconnect(self._use)
         self.namespace.release(self._drafter)
-        if self._shadow is not None:
-            self.namespace.release(self._shadow.drafter)
 
-    def _new_shadow(self) -> ShadowDrafter:
-        """Return the drafter for withheld drafts, which are limited by the same durations of steps as the others."""
-        curve = self._drafter.budget.curve
-        return ShadowDrafter(self.namespace.new_drafter(self._draft_shape, curve, self.namespace.shadow.stats))
+    def _withhold(self, withheld: bool) -> None:
+        """Withhold drafts from now on, or no more, while no sequence runs."""
+        namespace, curve, self._shadow = self.namespace, self._drafter.budget.curve, None
+        namespace.release(self._drafter)
+        if withheld:
+            self._drafter = self._shadow = namespace.new_shadow_drafter(self._draft_shape, curve)
+        else:
+            self._drafter = namespace.new_drafter(self._draft_shape, curve, self._use.stats)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
         response = pb.DraftResponse(step=request.step)
@@ -160,27 +159,20 @@ class Session:
         return response
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
-        """Return drafts, and the sequences that are unknown; the drafts that are withheld are empty.
+        """Return drafts, and the sequences that are unknown.
 
         Raises WireError, without any effect, for an invalid batch.
         """
-        if not self._withheld:
-            try:
-                return self._draft_part(batch, batch), []  # The drafter itself checks the batch.
-            except ValueError:
-                self._check_batch(batch)
-                if self._drafter.running.ids >= {*batch.sequence_ids.tolist()}:
-                    raise  # A fault of the drafter ends the stream.
-        self._check_batch(batch)
-        ids, running = batch.sequence_ids.tolist(), self._drafter.running.ids
-        if withheld := [index for index, each in enumerate(ids) if each in self._withheld]:
-            assert self._shadow is not None
-            part = _part(batch, withheld)
-            self._tokens += len(part.tokens)
-            self._shadow.advance(part)
+        try:
+            return self._draft_part(batch, batch), []  # The drafter itself checks the batch.
+        except ValueError:
+            self._check_batch(batch)
+            ids, running = batch.sequence_ids.tolist(), self._drafter.running.ids
+            if running >= {*ids}:
+                raise  # A fault of the drafter ends the stream.
         drafted = [index for index, each in enumerate(ids) if each in running]
         drafts = self._draft_part(batch, _part(batch, drafted))
-        lost = [each for each in ids if not self._has(each)]
+        lost = [each for each in ids if each not in running]
         return drafts.scatter(np.array(drafted, np.int64), len(ids)), lost
 
     def _draft_part(self, batch: Progress, part: Progress) -> DraftBatch:
@@ -197,9 +189,9 @@ class Session:
         """Check counts, except those of unknown sequences."""
         if len({finish.sequence_id for finish in finishes}) < len(finishes):
             raise WireError("finishes contains a sequence twice")
-        offered = self._drafter.running.offered_to([finish.sequence_id for finish in finishes])
-        for index, (finish, limit) in enumerate(zip(finishes, offered.tolist(), strict=True)):
-            is_known = limit >= 0 or finish.sequence_id in new or finish.sequence_id in self._withheld
+        offered = self._offered_to([finish.sequence_id for finish in finishes])
+        for index, (finish, limit) in enumerate(zip(finishes, offered, strict=True)):
+            is_known = limit >= 0 or finish.sequence_id in new
             if is_known and finish.verified > max(0, limit):
                 raise WireError(
                     f"finishes[{index}].verified is {finish.verified}; the sequence's last draft had {max(0, limit)} "
@@ -208,8 +200,12 @@ class Session:
 
     def _check_starts(self, starts: list[StartedSequence], new: set[int]) -> None:
         """Check that sequences are new and that there is room for them, once all others are dropped."""
-        if len(new) < len(starts) or any(self._has(sequence_id) for sequence_id in new):
+        running = self._drafter.running
+        if len(new) < len(starts) or running.ids & new:
             raise WireError("starts contains a sequence that is already running")
+        withheld = {start.shadow for start in starts} | ({self._shadow is not None} if len(running) else set())
+        if len(withheld) > 1:
+            raise WireError("starts has sequences with and without shadow; use a stream for each of both")
         tokens = sum(map(_size, starts))
         if tokens > self._limits.stream_tokens:
             raise WireError(f"starts has {tokens} tokens; a stream may have {self._limits.stream_tokens}")
@@ -217,22 +213,24 @@ class Session:
     def _check_batch(self, batch: Progress, new: Collection[int] = ()) -> None:
         """Raise WireError for an invalid batch; counts of unknown sequences are not checked."""
         ids = batch.sequence_ids.tolist()
-        offered = dict(zip(ids, self._drafter.running.offered_to(ids).tolist(), strict=True))
+        offered = dict(zip(ids, self._offered_to(ids), strict=True))
         for sequence_id, limit in offered.items():
-            if sequence_id in new or sequence_id in self._withheld:
-                offered[sequence_id] = 0
-            elif limit < 0:
-                offered[sequence_id] = MAX_COUNT
+            if limit < 0:
+                offered[sequence_id] = 0 if sequence_id in new else MAX_COUNT
         check_batch(batch, offered)
+
+    def _offered_to(self, ids: list[int]) -> list[int]:
+        """Return the number of tokens in the last draft that each sequence got; -1 for an unknown one."""
+        offered: list[int] = self._drafter.running.offered_to(ids).tolist()
+        return offered if self._shadow is None else [min(0, each) for each in offered]
 
     def _start(self, start: StartedSequence) -> None:
         sequence_id = start.sequence_id
-        if start.shadow:
-            self._shadow = self._shadow or self._new_shadow()
-            self._withheld.add(sequence_id)
+        if start.shadow != (self._shadow is not None):
+            self._withhold(start.shadow)
         name = start.request_id
         was_forgotten = name is not None and self.namespace.was_forgotten(name, start.age_s)
-        self._drafter_of(sequence_id).start(
+        self._drafter.start(
             sequence_id,
             start.prompt,
             hints=start.hints,
@@ -246,60 +244,36 @@ class Session:
         self._tokens += _size(start)
         self._make_room()
 
-    def _drop(self, sequence_id: int) -> None:
-        """End a sequence without learning from it."""
-        drafter = self._drafter_of(sequence_id)
-        self._remove(sequence_id)
-        drafter.finish(sequence_id, NO_TOKENS, learn=False)
-
     def _finish(self, finish: FinishedSequence) -> bool:
         """End a sequence; return whether it existed."""
-        if not self._has(finish.sequence_id):
+        if finish.sequence_id not in self._drafter.running.ids:
             return False
-        drafter = self._drafter_of(finish.sequence_id)
-        self._remove(finish.sequence_id)
-        learn = finish.learn and self._may_learn
-        if isinstance(drafter, ShadowDrafter):
+        if self._shadow is not None:
             self.namespace.shadow.observed += 1
             self.namespace.shadow.scored += 1
-            drafter.finish(finish.sequence_id, finish.tokens, learn=learn)
-        else:
-            drafter.finish(finish.sequence_id, finish.tokens, verified=finish.verified, steps=finish.steps, learn=learn)
+        learn = finish.learn and self._may_learn
+        self._end(finish.sequence_id, finish.tokens, verified=finish.verified, steps=finish.steps, learn=learn)
         return True
 
-    def _drafter_of(self, sequence_id: int) -> SuffixDrafter | ShadowDrafter:
-        """Return the drafter of a sequence."""
-        if sequence_id not in self._withheld:
-            return self._drafter
-        assert self._shadow is not None
-        return self._shadow
-
-    def _has(self, sequence_id: int) -> bool:
-        """Return whether a sequence runs."""
-        return sequence_id in self._drafter.running.ids or sequence_id in self._withheld
-
-    def _remove(self, sequence_id: int) -> None:
-        """Stop counting a sequence, before its drafter ends it."""
-        drafter = self._drafter_of(sequence_id)
-        sizes = drafter if isinstance(drafter, ShadowDrafter) else drafter.running
-        self._tokens -= sizes.size_of(sequence_id)
-        self._withheld.discard(sequence_id)
+    def _end(self, sequence_id: int, tokens: np.ndarray, **outcome: Any) -> None:
+        """End a sequence; outcome: as in `CorpusDrafter.finish`."""
+        waiting = 0 if self._shadow is None else self._shadow.waiting_of(sequence_id)
+        self._tokens -= self._drafter.running.size_of(sequence_id) + waiting
+        self._drafter.finish(sequence_id, tokens, **outcome)
 
     def _make_room(self) -> None:
-        """Drop the least recently used sequences until the others are within the limits."""
+        """Drop the least recently used sequences, without learning, until the others are within the limits."""
         if self._is_within_limits:
             return
-        drafters = [self._drafter, *([] if self._shadow is None else [self._shadow.drafter])]
-        ids, times = zip(*(each.running.last_uses() for each in drafters), strict=True)
-        running = [*chain.from_iterable(ids)]
-        for index in np.concatenate(times).argsort(kind="stable").tolist():
-            self._drop(running[index])
+        running, times = self._drafter.running.last_uses()
+        for index in times.argsort(kind="stable").tolist():
+            self._end(running[index], NO_TOKENS, learn=False)
             if self._is_within_limits:
                 return
 
     @property
     def _is_within_limits(self) -> bool:
-        sequences = len(self._drafter.running) + len(self._withheld)
+        sequences = len(self._drafter.running)
         return sequences <= self._limits.sequences and self._tokens <= self._limits.stream_tokens
 
     def _add_counters(self, counters: pb.ClientCounters) -> None:

@@ -234,7 +234,7 @@ def test_fallback_tokens_of_a_request_that_is_not_remembered_are_forgotten(names
         case "canceled":
             send(session, finishes=[finish(1, learn=False)])
         case "dropped":
-            send(session, starts=[start(2, [1])])
+            send(session, starts=[start(2, [1], shadow=shadow)])
         case "disconnected":
             session.close()
         case "unloaded":

@@ -45,11 +45,14 @@ def send(session, *, may_learn=True, **fields):
 
 def sizes_of(session):
     """Return the number of tokens of each sequence."""
-    drafter, shadow = session._drafter, session._shadow
-    sizes = {sequence_id: drafter.running.size_of(sequence_id) for sequence_id in drafter.running.ids}
-    sizes |= {sequence_id: shadow.size_of(sequence_id) for sequence_id in session._withheld}
+    sizes = sizes_in(session._drafter)
     assert session._tokens == sum(sizes.values())
     return sizes
+
+
+def sizes_in(drafter):
+    waiting_of = drafter.waiting_of if isinstance(drafter, ShadowDrafter) else lambda _: 0
+    return {each: drafter.running.size_of(each) + waiting_of(each) for each in drafter.running.ids}
 
 
 def refused(response, message):
@@ -101,14 +104,12 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         self.namespace, self.corpus = self.opened.__enter__(), StillCorpus(CONFIG.capacity, CONFIG.match_depth)
         self.stats, self.withheld_stats = Stats(), Stats()
         self.scored = self.offered = self.batches = 0
-        self.connect()
+        self.connect(shadow=False)
 
-    def connect(self):
+    def connect(self, shadow):
         self.session = Session(self.namespace, Limits())
-        self.drafter = SuffixDrafter(CONFIG, corpus=self.corpus, stats=self.stats)
-        withheld = SuffixDrafter(CONFIG, corpus=self.corpus, stats=self.withheld_stats, curve=self.drafter.budget.curve)
-        self.shadow = ShadowDrafter(withheld)
-        self.running, self.withheld = set(), set()
+        kind, stats = (ShadowDrafter, self.withheld_stats) if shadow else (SuffixDrafter, self.stats)
+        self.drafter, self.shadow, self.running = kind(CONFIG, corpus=self.corpus, stats=stats), shadow, set()
 
     def send(self, **fields):
         response = send(self.session, **fields)
@@ -118,37 +119,30 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
     @rule(
         ids=st.sets(IDS, max_size=3),
         prompt=TOKENS,
-        shadow=st.booleans(),
         learn=st.booleans(),
         ends=st.booleans(),
         may_learn=st.booleans(),
     )
-    def start(self, ids, prompt, shadow, learn, ends, may_learn):
+    def start(self, ids, prompt, learn, ends, may_learn):
         new = sorted(ids - self.running)
         finishes = [finish(each, [1, 2]) for each in new] if ends else []
-        starts = [start(each, prompt, learn, shadow=shadow, session_id="s" if learn else "") for each in new]
+        starts = [start(each, prompt, learn, shadow=self.shadow, session_id="s" if learn else "") for each in new]
         self.send(starts=starts, finishes=finishes, may_learn=may_learn)
         for each in new:
-            drafter = self.shadow if shadow else self.drafter
-            drafter.start(each, array(prompt), learn=learn and may_learn, session_id="s" if learn else None)
+            self.drafter.start(each, array(prompt), learn=learn and may_learn, session_id="s" if learn else None)
         self.running |= {*new}
-        self.withheld |= {*new} if shadow else set()
         if ends:
             self.end(new, [1, 2], 0, 1, learn=may_learn)
 
     def end(self, ids, tokens, verified, steps, *, learn):
         for each in [each for each in ids if each in self.running]:
-            if each in self.withheld:
-                self.scored += 1
-                self.shadow.finish(each, array(tokens), learn=learn)
-            else:
-                self.drafter.finish(each, array(tokens), verified=verified, steps=steps, learn=learn)
+            self.scored += self.shadow
+            self.drafter.finish(each, array(tokens), verified=verified, steps=steps, learn=learn)
         self.running -= {*ids}
-        self.withheld -= {*ids}
 
     def most(self, sequence_id):
         """Return the number of tokens of a sequence's draft."""
-        return max(0, int(self.drafter.running.offered_to([sequence_id])[0]))
+        return 0 if self.shadow else max(0, int(self.drafter.running.offered_to([sequence_id])[0]))
 
     @rule(
         sequence_id=IDS,
@@ -183,10 +177,7 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         unknown = [each for each in ends if each not in self.running]
         self.end(ends, [3], 0, 1, learn=True)
         assert lost(response) == unknown + [each for each in chosen if each not in self.running]
-        withheld = [index for index, each in enumerate(chosen) if each in self.withheld]
-        drafted = [index for index, each in enumerate(chosen) if each in self.running - self.withheld]
-        if withheld:
-            self.shadow.advance(part_of(progress, withheld))
+        drafted = [index for index, each in enumerate(chosen) if each in self.running]
         expected = self.drafter.draft(part_of(progress, drafted)).scatter(np.array(drafted, int), len(chosen))
         received = drafts_in(response.drafts, len(chosen))
         self.offered, self.batches = self.offered + len(received.tokens), self.batches + 1
@@ -220,18 +211,15 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         self.namespace.corpus.refresh()
         self.corpus.refresh()
 
-    @rule()
-    def disconnect(self):
+    @rule(shadow=st.booleans())
+    def disconnect(self, shadow):
         self.close_session()
-        self.connect()
+        self.connect(shadow)
 
     def close_session(self):
-        sizes = {each: self.drafter.running.size_of(each) for each in self.running - self.withheld}
-        sizes |= {each: self.shadow.size_of(each) for each in self.withheld}
-        assert sizes_of(self.session) == sizes
+        assert sizes_of(self.session) == sizes_in(self.drafter)
         self.session.close()
         self.drafter.close()
-        self.shadow.drafter.close()
         assert not self.namespace.drafters
 
     def teardown(self):
