@@ -27,15 +27,14 @@ import stat
 import time
 import tomllib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Flag, auto
 from fnmatch import fnmatchcase
 from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol
+from typing import Annotated, Any, Literal, NoReturn, Protocol
 
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -69,22 +68,12 @@ class Right(Flag):
 EVERY_RIGHT = Right.READ | Right.LEARN | Right.ADMIN
 
 
-class AccessDeniedError(Exception):
-    """The caller has no access; `code` is the gRPC status of the call."""
-
-    code: ClassVar[grpc.StatusCode]
-
-
-class UnauthenticatedError(AccessDeniedError):
+class UnauthenticatedError(Exception):
     """The caller is unknown."""
 
-    code = grpc.StatusCode.UNAUTHENTICATED
 
-
-class PermissionDeniedError(AccessDeniedError):
+class PermissionDeniedError(Exception):
     """The caller is known and does not have the right."""
-
-    code = grpc.StatusCode.PERMISSION_DENIED
 
 
 @dataclass(frozen=True)
@@ -247,13 +236,9 @@ class AccessControl:
             read = partial(read_callers, config.callers, certificates=config.client_ca is not None)
             self._callers = Watched([config.callers], read, clock=clock)
 
-    @asynccontextmanager
-    async def authorize(self, context: Context) -> AsyncIterator[AuthorizedCall]:
-        """Identify the caller. An AccessDeniedError, also one raised in the block, ends the call with its status."""
-        try:
-            yield AuthorizedCall(context, self._callers)
-        except AccessDeniedError as denied:
-            await context.abort(denied.code, str(denied))
+    def authorize(self, context: Context) -> AuthorizedCall:
+        """Identify the caller of a call. Raises UnauthenticatedError."""
+        return AuthorizedCall(context, self._callers)
 
 
 class AuthorizedCall:
@@ -281,7 +266,10 @@ class AuthorizedCall:
         return self._caller
 
     def require(self, right: Right, namespace: str) -> None:
-        """Raise AccessDeniedError unless the caller has all of `right` in `namespace`, which need not exist."""
+        """Raise PermissionDeniedError unless the caller has all of `right` in `namespace`, which need not exist.
+
+        Raises UnauthenticatedError as `caller`.
+        """
         self.caller.require(right, namespace)
 
     def _update(self) -> None:
