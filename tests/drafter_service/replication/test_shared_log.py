@@ -129,26 +129,6 @@ async def test_new_replica_reads_from_its_position(log):
 
 
 @run
-async def test_restarted_replica_reads_its_own_earlier_entries(log):
-    """The replica's snapshot may be older than the entries that it published."""
-    async with replicas_of(log, 1) as (before,):
-        await before.publish(request("a"))
-    async with replicas_of(log, 1) as (after,):
-        after.read()
-        await after.has(1)
-
-
-@run
-async def test_order_of_forgetting_and_learning_is_kept(log):
-    async with replicas_of(log, 2) as (one, two):
-        two.read()
-        await one.publish(request("a"), forgotten("a", 2.0), request("a", time=3.0), request("b", time=3.0))
-        await two.has(4)
-        kinds = [Kind.FINISHED, Kind.FORGOTTEN, Kind.FINISHED, Kind.FINISHED]
-        assert [(event.kind, event.time) for event in two.taken] == [*zip(kinds, [1.0, 2.0, 3.0, 3.0], strict=True)]
-
-
-@run
 async def test_what_was_forgotten_is_not_learned_from_entries_that_are_read_or_written_later(log):
     client = connect(log.url)
     stream, text = RedisStream(client, log.prefix, "namespace"), np.ones(3, np.uint32)

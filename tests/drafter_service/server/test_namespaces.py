@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.replication.events import Kind
-from drafter_service.server.namespace import ClosedError, IdentityError, StreamHandle
+from drafter_service.server.namespace import IdentityError
 from drafter_service.server.namespaces import NamespaceError
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
@@ -104,28 +103,6 @@ async def test_a_client_with_another_vocabulary_is_refused(tmp_path):
     async with opened(tmp_path) as namespaces:
         with pytest.raises(IdentityError, match="belongs to another tokenizer"):
             await use(ModelIdentity("llama", "tokenizer-b"))
-
-
-@run
-async def test_a_dropped_namespace_is_deleted_from_memory_and_disk(tmp_path):
-    async with opened(tmp_path) as namespaces:
-        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
-        published = []
-        namespace.publish = published.append
-        await namespaces.save(namespace)
-        stream = asyncio.create_task(asyncio.Event().wait())
-        namespace.streams.add(StreamHandle(stream))
-        assert await namespaces.drop("a")
-        assert [event.kind for event in published] == [Kind.DROPPED]
-        await asyncio.wait([stream])
-        assert stream.cancelled()
-        assert await namespaces.names() == []
-        assert list(tmp_path.iterdir()) == []
-        assert not await namespaces.drop("a")
-        again = await learned(namespaces, "a")
-        assert again.corpus.tokens == 0
-        with pytest.raises(ClosedError, match="namespace 'a' was dropped"):
-            await namespaces.save(namespace)
 
 
 @run

@@ -77,12 +77,8 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     no_draft = "finishes[0].verified is 1; the sequence's last draft had 0 tokens"
     assert refused(send(session, finishes=[finish(1, verified=1)]), no_draft)
     assert refused(send(session, starts=[start(2, [1])], finishes=[finish(2, verified=1)]), no_draft)
-    for cost in (0.0, -1.0, 1.5, float("nan"), float("inf")):
-        assert refused(send(session, batch=batch({1: ()}, cost=cost)), "greater than 0 and at most 1")
     bad_prompt = pb.Start(sequence_id=2, prompt=b"12345")
     assert refused(send(session, starts=[bad_prompt]), "starts[0].prompt has 5 bytes")
-    bad_tokens = pb.Finish(sequence_id=1, tokens=b"\xff\xff\xff\xff")
-    assert refused(send(session, finishes=[bad_tokens]), "finishes[0].tokens holds the token id 4294967295")
     crowd = pb.Batch(sequence_ids=bytes(8 * (MAX_FIELDS + 1)))
     assert refused(send(session, batch=crowd), f"batch.sequence_ids has {MAX_FIELDS + 1} elements")
     # Sequence 1 still runs, and the others were not started.
@@ -252,26 +248,6 @@ def part_of(progress, indices):
 
 TestLikeAnEmbeddedDrafter = LikeAnEmbeddedDrafter.TestCase
 TestLikeAnEmbeddedDrafter.settings = examples(60)
-
-
-def test_use_is_counted_by_engine(namespace):
-    vllm, sglang = Engine("vllm/1", "a"), Engine("sglang/2", "b")
-    first, second = Session(namespace, Limits(), vllm), Session(namespace, Limits(), sglang)
-    send(first, starts=[start(1, [5, 6, 5]), start(2, [6])], batch=batch({1: [], 2: []}, limit=2))
-    several = batch({1: [6, 8], 2: []}, verified=0)
-    several.verified, several.steps = pack(array([2, 0]), "u4"), pack(array([1, 5]), "u4")
-    send(first, batch=several)
-    send(first, finishes=[finish(1, [9, 10, 11], steps=3), finish(2)])
-    send(second, starts=[start(1, [5])], batch=batch({1: [6, 7]}))
-    second.close()
-    uses = namespace.facts().uses
-    assert [*uses] == [vllm, sglang]
-    stats = uses[vllm].stats
-    assert (uses[vllm].streams, uses[vllm].engine_steps) == (1, 2)
-    assert (stats.steps, stats.committed, stats.verified, stats.accepted) == (4, 5, 2, 1)
-    assert uses[vllm].offered >= 2
-    assert (uses[sglang].streams, uses[sglang].stats.steps, uses[sglang].stats.committed) == (0, 1, 2)
-    assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (5, 7, 1)
 
 
 def test_the_engine_that_was_disconnected_for_longest_is_dropped_first(namespace):

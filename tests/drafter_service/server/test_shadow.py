@@ -1,13 +1,13 @@
 """Shadow mode: withheld drafts are scored as if an engine had verified them, apart from all other counters."""
 
 import asyncio
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafter_service.observability.report.build import namespace_report
 from drafter_service.server.admin import SCORED_PER_TURN, learn
 from drafter_service.server.namespace import BURST_S, SHARE, ClosedError, TimeBudget
 from drafter_service.server.session import Session
@@ -15,13 +15,11 @@ from drafter_service.server.shadow import MAX_WAITING, ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack
-from ssd.base import LONG_PROMPT
 from ssd.config import DrafterConfig
 from ssd.types import Progress
-from tests.drafter_service.raw import batch, connected, finish, start, texts
+from tests.drafter_service.raw import batch, finish, start, texts
 from tests.drafter_service.server.opened_namespaces import answered, still_namespace
 from tests.replay import accepted_path, drafter_of, progress_of
-from tests.servers import serving
 from tests.strategies import array, examples
 
 CONFIG = DrafterConfig(capacity=50_000, refresh_interval_s=3600)
@@ -123,23 +121,6 @@ def test_many_tokens_at_once_are_steps_without_drafts():
 # --- An engine whose sequences have `shadow` set
 
 
-def test_withheld_drafts_may_come_from_a_long_prompt(namespace):
-    session = Session(namespace, Limits())
-    long = np.arange(10_000, 11_000 + LONG_PROMPT, dtype=np.uint32)
-    answered(session, starts=[start(1, long, shadow=True), start(2, long, shadow=True)], batch=batch({1: (), 2: ()}))
-    answered(session, batch=batch({1: [10_500]}), finishes=[finish(2, [3, 4])])
-    session._drafter.wait_for_sorting()
-    for token in range(10_501, 10_520):
-        answered(session, batch=batch({1: [token]}))
-    answered(session, finishes=[finish(1)])
-    session.close()
-    shadow = namespace.shadow
-    assert (shadow.observed, shadow.scored) == (2, 2)
-    assert shadow.stats.accepted > 10
-    assert shadow.stats.committed == 22
-    assert namespace.stats.steps == 0
-
-
 @pytest.mark.parametrize("why", ["private", "forgotten", "cancelled", "right"])
 def test_withheld_sequences_are_learned_as_others(namespace, why):
     session = Session(namespace, Limits())
@@ -186,8 +167,10 @@ def test_observed_requests_are_scored_before_they_are_learned(namespace):
             twin.corpus.refresh()
         assert counts(namespace.shadow.stats) == counts(twin.stats)
         assert namespace.corpus.appended == twin.corpus.appended, "of a prompt, the end is learned"
-    assert (namespace.shadow.observed, namespace.shadow.scored) == (6, 6)
-    assert namespace.stats.steps == 0
+    report = namespace_report(namespace.facts(), 0.0)
+    assert (report.shadow.observed_requests, report.shadow.scored_requests) == (6, 6)
+    assert report.shadow.drafting.committed == 2 * sum(len(output) for _, output in REQUESTS)
+    assert report.drafting.steps == 0
     assert not namespace.drafters
 
 
@@ -245,43 +228,3 @@ def test_other_tasks_run_while_a_request_is_scored(namespace):
         return turns
 
     assert asyncio.run(act()) > 2000 // SCORED_PER_TURN
-
-
-# --- A service
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    address = f"unix:{tmp_path_factory.mktemp('s')}/drafter.sock"
-    with serving(listen=address, drafting=DrafterConfig(capacity=300_000)):
-        yield address
-
-
-def report_of(caller, name):
-    return json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]
-
-
-def test_a_report_separates_withheld_drafts_from_verified_ones(address):
-    with connected(address) as caller:
-        message = requests_message(*REQUESTS)
-        caller.call("Observe", namespace="observed", texts=message)
-        report = report_of(caller, "observed")
-        assert report["drafting"]["steps"] == 0
-        assert (report["shadow"]["observed_requests"], report["shadow"]["scored_requests"]) == (3, 3)
-        assert report["shadow"]["drafting"]["committed"] == sum(len(output) for _, output in REQUESTS)
-        caller.observe("plain", [1, 2, 3])
-        assert report_of(caller, "plain")["shadow"] is None
-
-
-def test_withheld_drafts_come_from_the_own_namespace_alone(address):
-    prompt, output = REQUESTS[0]
-    with connected(address) as caller:
-        caller.observe("theirs", np.concatenate([prompt, output]))
-        stream = caller.stream("mine")
-        stream.exchange(starts=[start(1, prompt, shadow=True)], batch=batch({1: ()}))
-        for token in output:
-            stream.exchange(batch=batch({1: [int(token)]}))
-        stream.exchange(finishes=[finish(1)])
-        drafting = report_of(caller, "mine")["shadow"]["drafting"]
-        assert drafting["committed"] == len(output)
-        assert drafting["accepted"] == 0
