@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import numpy as np
@@ -34,15 +34,6 @@ NO_DRAFTS = DraftBatch.empty(0)
 UNKNOWN_ENGINE = Engine("", "")
 
 
-class Drafted(NamedTuple):
-    """A batch with drafts."""
-
-    batch: Progress
-    part: Progress
-    """The sequences of the batch that could have drafts."""
-    drafts: DraftBatch
-
-
 class Session:
     """The sequences of one stream, over the corpus of a namespace. Used by the event loop alone."""
 
@@ -69,8 +60,8 @@ class Session:
         """Number of tokens of all sequences, prompts included."""
         self._pause_steps = 0
         """`DraftBatch.pause_steps` of the next response."""
-        self._unrecorded: Drafted | None = None
-        """The batch of the last request, until `record`."""
+        self._unrecorded: tuple[Progress, DraftBatch] | None = None
+        """The known sequences of the last request's batch and their drafts, until `record`."""
         self._reported: ClientTotals | None = None
         """Totals of the client's last message."""
         self._uncounted_steps = 0
@@ -101,8 +92,8 @@ class Session:
         """Do what the last request needs once its response is sent: offer its tokens to others, count, and learn."""
         if self._unrecorded is None:
             return
-        (batch, part, drafts), self._unrecorded = self._unrecorded, None
-        self._drafter.publish(part)
+        (batch, drafts), self._unrecorded = self._unrecorded, None
+        self._drafter.publish(batch)
         self._drafter.running.record_use()
         self._make_room()
         self._use.engine_steps += 1
@@ -139,23 +130,18 @@ class Session:
             if batch is not None:
                 self._check_batch(batch, new)
         counts = read_draft_counts(request.draft_counts) if request.HasField("draft_counts") else None
-        lost: list[int] = []
         # Nothing can fail from here on, unless there is only a batch, which has no effect if it fails.
         for start in starts:
             self._start(start)
-        lost += [finish.sequence_id for finish in finishes if not self._finish(finish)]
-        if batch is not None:
-            drafts, lost_in_batch = self._draft(batch)
-            lost += lost_in_batch
-            drafts_message(drafts, response.drafts)
-        else:
-            drafts_message(NO_DRAFTS, response.drafts)
+        ended = [finish.sequence_id for finish in finishes if not self._finish(finish)]
+        drafts, lost = (NO_DRAFTS, []) if batch is None else self._draft(batch)
+        drafts_message(drafts, response.drafts)
         if request.HasField("counters"):
             self._add_counters(request.counters)
         if counts is not None:
             self._use.stats.add(counts)
-        if lost:
-            response.lost_ids = pack(np.array(lost, np.uint64), "u8")
+        if ended or lost:
+            response.lost_ids = pack(np.array(ended + lost, np.uint64), "u8")
         return response
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
@@ -164,25 +150,25 @@ class Session:
         Raises WireError, without any effect, for an invalid batch.
         """
         try:
-            return self._draft_part(batch, batch), []  # The drafter itself checks the batch.
+            return self._draft_known(batch), []  # The drafter itself checks the batch.
         except ValueError:
             self._check_batch(batch)
             ids, running = batch.sequence_ids.tolist(), self._drafter.running.ids
             if running >= {*ids}:
                 raise  # A fault of the drafter ends the stream.
         drafted = [index for index, each in enumerate(ids) if each in running]
-        drafts = self._draft_part(batch, _part(batch, drafted))
+        drafts = self._draft_known(_part(batch, drafted))
         lost = [each for each in ids if each not in running]
         return drafts.scatter(np.array(drafted, np.int64), len(ids)), lost
 
-    def _draft_part(self, batch: Progress, part: Progress) -> DraftBatch:
-        """Return drafts for a part of a batch, whose sequences run. Raises ValueError as `SuffixDrafter.draft`."""
-        times, part.step_times = part.step_times, ()  # `record` learns from them.
-        drafts = self._drafter.draft_unpublished(part)
-        part.step_times = times
+    def _draft_known(self, batch: Progress) -> DraftBatch:
+        """Return drafts for a batch of running sequences. Raises ValueError as `SuffixDrafter.draft`."""
+        times, batch.step_times = batch.step_times, ()  # `record` learns from them.
+        drafts = self._drafter.draft_unpublished(batch)
+        batch.step_times = times
         drafts.pause_steps, self._pause_steps = self._pause_steps, 0
-        self._unrecorded = Drafted(batch, part, drafts)
-        self._tokens += len(part.tokens)
+        self._unrecorded = batch, drafts
+        self._tokens += len(batch.tokens)
         return drafts
 
     def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
