@@ -19,7 +19,7 @@ from drafter_service.server.disk import DiskThreads, LoadError
 from ssd.corpus import sections, snapshot
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import connected, counted, eventually
-from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened
+from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened, raising
 from tests.servers import served
 
 PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EROFS]
@@ -34,13 +34,6 @@ async def saved(folder):
     async with opened(folder) as namespaces:
         await namespaces.save(await learned(namespaces, "a", [1, 2, 3, 4]))
     return contents(folder)
-
-
-def fail(problem):
-    def fails(*_, **__):
-        raise problem
-
-    return fails
 
 
 EIO = OSError(errno.EIO, "Input/output error")
@@ -61,7 +54,7 @@ async def test_a_passing_error_leaves_the_files_and_reaches_the_caller(tmp_path,
     async with opened(tmp_path) as namespaces:
         for _ in range(3):
             with monkeypatch.context() as patch:
-                patch.setattr(where, what, fail(problem))
+                patch.setattr(where, what, raising(problem))
                 with pytest.raises(LoadError, match="not ready: namespace 'a' cannot be loaded now: "):
                     await learned(namespaces, "a", [5, 6, 7, 8])
         assert (namespaces.failed_loads, namespaces.loaded, namespaces._reserved) == (3, {}, {})
@@ -77,7 +70,7 @@ async def test_attempts_to_load_do_not_unload_others_again_and_again(tmp_path, m
     await saved(tmp_path)
     async with opened(tmp_path, fit=1) as namespaces:
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "open", fail(EIO))
+            patch.setattr(Path, "open", raising(EIO))
             with pytest.raises(LoadError, match="Input/output error"):
                 await learned(namespaces, "a")
         idle = await learned(namespaces, "b", [1, 2])

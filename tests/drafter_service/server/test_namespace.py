@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from drafter_service.replication.events import Event, Kind
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
-from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.requests import hash_of, id_of_hash
 from tests.drafter_service.guarded import Clock
 from tests.drafter_service.raw import batch, drafted, finish, start
-from tests.drafter_service.server.opened_namespaces import draft_of, still_namespace
+from tests.drafter_service.server.opened_namespaces import answered, draft_of, still_namespace
 from tests.strategies import array
 
 
@@ -162,22 +161,18 @@ def test_the_time_in_the_shared_log_is_finite(namespace, clock):
 SECRET = 4000
 
 
-def send(session, **fields):
-    return session.answer(pb.DraftRequest(**fields), may_learn=True)
-
-
 def with_secret(namespace, **fields):
     """Return a session whose sequence 1 has produced a token that was not among the candidates of its draft."""
     session = Session(namespace, Limits(sequences=1))
-    send(session, starts=[start(1, [1], request_id="mine", **fields)], batch=batch({1: ()}))
-    send(session, batch=batch({1: [SECRET]}))
+    answered(session, starts=[start(1, [1], request_id="mine", **fields)], batch=batch({1: ()}))
+    answered(session, batch=batch({1: [SECRET]}))
     return session
 
 
 def is_secret_drafted(namespace):
     """Return whether another stream is offered what `with_secret` produced, after text that occurs nowhere else."""
     session = Session(namespace, Limits())
-    tokens = drafted(send(session, starts=[start(1, [60], learn=False)], batch=batch({1: ()}, cost=1e-6)))
+    tokens = drafted(answered(session, starts=[start(1, [60], learn=False)], batch=batch({1: ()}, cost=1e-6)))
     session.close()
     return any(token >= SECRET for token in tokens)
 
@@ -191,19 +186,17 @@ def test_fallback_tokens_of_a_running_request_are_forgotten(namespace, shadow, f
     namespace.corpus.refresh()
     assert not is_secret_drafted(namespace)
     # The request continues.
-    send(session, batch=batch({1: [SECRET + 1]}))
+    answered(session, batch=batch({1: [SECRET + 1]}))
     assert not is_secret_drafted(namespace)
-    send(session, finishes=[finish(1, [SECRET + 2])])
+    answered(session, finishes=[finish(1, [SECRET + 2])])
     namespace.corpus.refresh()
     assert not is_secret_drafted(namespace)
-    session.close()
 
 
 @pytest.mark.parametrize("forget", [lambda one: one.forget("mine"), lambda one: one.forget_before(float("inf"))])
 def test_fallback_tokens_of_a_finished_request_are_forgotten(namespace, forget):
     session = with_secret(namespace)
-    send(session, finishes=[finish(1)])
-    session.close()
+    answered(session, finishes=[finish(1)])
     namespace.corpus.refresh()
     assert is_secret_drafted(namespace)
     forget(namespace)
@@ -218,9 +211,9 @@ def test_fallback_tokens_of_a_request_that_is_not_remembered_are_forgotten(names
     assert is_secret_drafted(namespace)
     match end:
         case "canceled":
-            send(session, finishes=[finish(1, learn=False)])
+            answered(session, finishes=[finish(1, learn=False)])
         case "dropped":
-            send(session, starts=[start(2, [1], shadow=shadow)])
+            answered(session, starts=[start(2, [1], shadow=shadow)])
         case "disconnected":
             session.close()
         case "unloaded":
@@ -229,6 +222,5 @@ def test_fallback_tokens_of_a_request_that_is_not_remembered_are_forgotten(names
 
 
 def test_fallback_tokens_of_a_private_request_are_not_drafted(namespace):
-    session = with_secret(namespace, learn=False)
+    with_secret(namespace, learn=False)
     assert not is_secret_drafted(namespace)
-    session.close()

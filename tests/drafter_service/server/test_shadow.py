@@ -96,7 +96,6 @@ def test_withheld_drafts_have_the_shape_and_the_price_of_the_stream(namespace):
         assert (drafter.config.draft_shape, drafter.budget.curve) == ("tree", curve)
         assert isinstance(drafter, ShadowDrafter) == shadow
         answered(session, finishes=[finish(1)])
-    session.close()
     assert namespace.shadow.observed == 1
 
 
@@ -135,7 +134,6 @@ def test_withheld_sequences_are_learned_as_others(namespace, why):
         session.answer(request, may_learn=why != "right")
     assert namespace.corpus.appended == sum(map(len, KNOWN))
     assert namespace.shadow.stats.committed == 3
-    session.close()
 
 
 # --- Finished texts with their prompts
