@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,7 @@ import numpy as np
 from drafter_service.observability.facts import Engine
 from drafter_service.observability.report.schema import ClientTotals
 from drafter_service.server.namespace import Namespace
-from drafter_service.server.requests import (
-    FinishedSequence,
-    StartedSequence,
-    read_draft_counts,
-    read_finish,
-    read_start,
-)
+from drafter_service.server.requests import StartedSequence, read_draft_counts, read_finish, read_start
 from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
@@ -119,21 +113,22 @@ class Session:
         response = pb.DraftResponse(step=request.step)
         vocab_size = self.namespace.model.vocab_size
         starts: list[StartedSequence] = []
-        finishes: list[FinishedSequence] = []
+        finished: list[np.ndarray] = []
         batch = read_batch(request.batch, vocab_size) if request.HasField("batch") else None
         if request.starts or request.finishes:
             starts += [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
-            finishes += [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
-            new = {start.sequence_id for start in starts}
+            finished += [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
+            new = {start.sequence_id for start in request.starts}
             self._check_starts(starts, new)
-            self._check_finishes(finishes, new)
+            self._check_finishes(request.finishes, new)
             if batch is not None:
                 self._check_batch(batch, new)
         counts = read_draft_counts(request.draft_counts) if request.HasField("draft_counts") else None
         # Nothing can fail from here on, unless there is only a batch, which has no effect if it fails.
         for start in starts:
             self._start(start)
-        ended = [finish.sequence_id for finish in finishes if not self._finish(finish)]
+        finishes = zip(request.finishes, finished, strict=True)
+        ended = [finish.sequence_id for finish, tokens in finishes if not self._finish(finish, tokens)]
         drafts, lost = (NO_DRAFTS, []) if batch is None else self._draft(batch)
         drafts_message(drafts, response.drafts)
         if request.HasField("counters"):
@@ -171,7 +166,7 @@ class Session:
         self._tokens += len(batch.tokens)
         return drafts
 
-    def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
+    def _check_finishes(self, finishes: Sequence[pb.Finish], new: set[int]) -> None:
         """Check counts, except those of unknown sequences."""
         if len({finish.sequence_id for finish in finishes}) < len(finishes):
             raise WireError("finishes contains a sequence twice")
@@ -189,10 +184,10 @@ class Session:
         running = self._drafter.running
         if len(new) < len(starts) or running.ids & new:
             raise WireError("starts contains a sequence that is already running")
-        withheld = {start.shadow for start in starts} | ({self._shadow is not None} if len(running) else set())
+        withheld = {start.message.shadow for start in starts} | ({self._shadow is not None} if len(running) else set())
         if len(withheld) > 1:
             raise WireError("starts has sequences with and without shadow; use a stream for each of both")
-        tokens = sum(map(_size, starts))
+        tokens = sum(start.size for start in starts)
         if tokens > self._limits.stream_tokens:
             raise WireError(f"starts has {tokens} tokens; a stream may have {self._limits.stream_tokens}")
 
@@ -211,26 +206,24 @@ class Session:
         return offered if self._shadow is None else [min(0, each) for each in offered]
 
     def _start(self, start: StartedSequence) -> None:
-        sequence_id = start.sequence_id
-        if start.shadow != (self._shadow is not None):
-            self._withhold(start.shadow)
-        name = start.request_id
-        was_forgotten = name is not None and self.namespace.was_forgotten(name, start.age_s)
+        message, namespace = start.message, self.namespace
+        if message.shadow != (self._shadow is not None):
+            self._withhold(message.shadow)
+        name = message.request_id or None
+        was_forgotten = name is not None and namespace.was_forgotten(name, message.age_s)
         self._drafter.start(
-            sequence_id,
-            start.prompt,
-            hints=start.hints,
-            committed=start.committed,
-            session_id=start.session_id,
-            request_id=start.request_id,
-            learn=start.learn and self._may_learn and not was_forgotten,
+            message.sequence_id,
+            **start.texts,
+            session_id=message.session_id or None,
+            request_id=name,
+            learn=message.learn and self._may_learn and not was_forgotten,
             rollout=start.rollout,
-            seed=start.seed,
+            seed=message.seed if message.HasField("seed") else None,
         )
-        self._tokens += _size(start)
+        self._tokens += start.size
         self._make_room()
 
-    def _finish(self, finish: FinishedSequence) -> bool:
+    def _finish(self, finish: pb.Finish, tokens: np.ndarray) -> bool:
         """End a sequence; return whether it existed."""
         if finish.sequence_id not in self._drafter.running.ids:
             return False
@@ -238,7 +231,7 @@ class Session:
             self.namespace.shadow.observed += 1
             self.namespace.shadow.scored += 1
         learn = finish.learn and self._may_learn
-        self._end(finish.sequence_id, finish.tokens, verified=finish.verified, steps=finish.steps, learn=learn)
+        self._end(finish.sequence_id, tokens, verified=finish.verified, steps=max(1, finish.steps), learn=learn)
         return True
 
     def _end(self, sequence_id: int, tokens: np.ndarray, **outcome: Any) -> None:
@@ -285,11 +278,6 @@ class Session:
 def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:
     """Return an error as the response to a request."""
     return pb.DraftResponse(step=step, error=pb.Error(code=status.value[0], message=message))
-
-
-def _size(start: StartedSequence) -> int:
-    """Return the number of tokens that a sequence begins with."""
-    return len(start.hints) + len(start.prompt) + len(start.committed)
 
 
 def _part(batch: Progress, indices: list[int]) -> Progress:
