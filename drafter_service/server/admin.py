@@ -69,8 +69,8 @@ class Admin:
                 moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
                 command = namespace.forget_before(moment)
             await namespace.refresh()
-            store = self._namespaces.store
-            if store is not None:
+            is_saved = self._namespaces.store is not None
+            if is_saved:
                 try:
                     await self._namespaces.save(namespace)
                 except SnapshotError as problem:
@@ -79,9 +79,9 @@ class Admin:
                         "still on disk"
                     ) from None
             return pb.ForgetResponse(
-                snapshot_saved=store is not None,
+                snapshot_saved=is_saved,
                 texts=command.requests,
-                set_aside_files=store.set_aside.get(namespace.name, []) if store is not None else [],
+                set_aside_files=self._namespaces.set_aside.get(namespace.name, []),
                 is_shared=namespace.log_position is not None,
             )
 
@@ -116,8 +116,7 @@ class Admin:
         """Delete a namespace, or only its files that were set aside."""
         authorized.require(Right.ADMIN, request.namespace)
         await self._check_exists(request.namespace)
-        store = self._namespaces.store
-        set_aside = store.set_aside.get(request.namespace, []) if store is not None else []
+        store, set_aside = self._namespaces.store, self._namespaces.set_aside.get(request.namespace, [])
         if not request.set_aside_only:
             await self._namespaces.drop(request.namespace)
         elif store is not None:
@@ -130,8 +129,7 @@ class Admin:
         Raises PermissionDeniedError before anything is looked up, NamespaceError and LoadError.
         """
         if not namespace:
-            store = self._namespaces.store
-            known = {*self._namespaces.loaded, *(store.set_aside if store is not None else ())}
+            known = {*self._namespaces.loaded, *self._namespaces.set_aside}
             return {name for name in known if authorized.caller.may(right, name)}
         authorized.require(right, namespace)
         await self._check_exists(namespace)
@@ -143,12 +141,11 @@ class Admin:
 
     def _described(self, name: str, known: KnownNamespace) -> pb.Namespace:
         """Return the row of a namespace."""
-        namespace, store = self._namespaces.loaded.get(name), self._namespaces.store
+        namespace = self._namespaces.loaded.get(name)
         message = pb.Namespace(name=name, capacity=self._namespaces.drafting(name).capacity, tokens=known.tokens or 0)
         message.model.CopyFrom(pb.Model(**vars(known.model)))
         message.is_default = is_default(name, known.model)
-        if store is not None:
-            message.set_aside_files.extend(store.set_aside.get(name, []))
+        message.set_aside_files.extend(self._namespaces.set_aside.get(name, []))
         if namespace is not None:
             message.is_loaded = True
             message.memory_bytes = namespace.memory_bytes
@@ -164,20 +161,18 @@ async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveRespon
     """
     texts = read_texts(message, namespace.model.vocab_size)
     kept = namespace.config.learned_prompt_tokens
-    for index, name in enumerate(texts.request_ids):
+    for index, (text, name, prompt_length, finished_at, tag) in enumerate(texts):
         if index % TEXTS_PER_TURN == 0:
             await asyncio.sleep(0)
         await namespace.wait_for_room()
-        text = texts.text(index)
-        if texts.prompt_lengths is not None and not namespace.has_learned(name):
-            prompt_length = texts.prompt_lengths[index]
+        learned = text
+        if prompt_length is not None and not namespace.has_learned(name):
             namespace.shadow.observed += 1
             if prompt_length < len(text) and namespace.shadow_budget.is_left():
                 await _score(namespace, text[:prompt_length], text[prompt_length:])
-            if prompt_length > kept:
-                text = text[prompt_length - kept :]
-        if namespace.learn(text, name, texts.tags[index], finished_at=texts.times[index]):
-            total.tokens += len(text)
+            learned = text[max(0, prompt_length - kept) :]
+        if namespace.learn(learned, name, tag, finished_at=finished_at):
+            total.tokens += len(learned)
             total.texts += 1
         else:
             total.duplicates += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import pairwise, repeat
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,28 +50,18 @@ class StartedSequence(NamedTuple):
         return sum(map(len, self.texts.values()))
 
 
-@dataclass(frozen=True, eq=False)
-class Texts:
-    """Validated texts."""
+class Text(NamedTuple):
+    """A validated text."""
 
     tokens: np.ndarray
-    """uint32 [T]."""
-    offsets: np.ndarray
-    """uint32 [D + 1]."""
-    request_ids: list[str | None]
-    prompt_lengths: list[int] | None
-    """None if no text has a prompt."""
-    times: list[float | None]
-    """When each text was first learned, in seconds since 1970, never in the future; None: now."""
-    tags: list[int]
+    """uint32 [n]."""
+    request_id: str | None
+    prompt_length: int | None
+    """None if no text of the message has a prompt."""
+    time: float | None
+    """When it was first learned, in seconds since 1970, never in the future; None: now."""
+    tag: int
     """See `ssd.corpus.rollout.Rollout.tag`."""
-
-    def __len__(self) -> int:
-        return len(self.request_ids)
-
-    def text(self, index: int) -> np.ndarray:
-        """Return one text, uint32 [n]."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
 def has_few_fields(data: bytes, limit: int) -> bool:
@@ -169,7 +160,7 @@ def _read_shapes(data: bytes, field: str, most: int) -> tuple[int, ...]:
     return tuple(shapes)
 
 
-def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
+def read_texts(message: pb.Texts, vocab_size: int) -> Iterator[Text]:
     """Return texts. Raises WireError for inconsistent arrays, and for token ids outside the vocabulary."""
     tokens = unpack_tokens(message.tokens, "texts.tokens", vocab_size)
     data = message.offsets or bytes(4)
@@ -187,8 +178,11 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     tags = _read_column(message.tags, "u4", "tags", texts) or [NO_TAG] * texts
     if max(tags, default=0) >> 16:
         raise WireError(f"texts.tags holds {max(tags)}; a tag has 16 bits")
+    # Each is made when it is needed, since a message may have millions.
+    runs = (tokens[first:end] for first, end in pairwise(offsets.tolist()))
     # The comparison is false for NaN, which becomes None.
-    return Texts(tokens, offsets, names or [None] * texts, lengths, [at if at < now else None for at in times], tags)
+    past = [at if at < now else None for at in times]
+    return map(Text, runs, names or repeat(None), lengths or repeat(None), past, tags)
 
 
 def _read_column(data: bytes, dtype: Literal["f8", "u4"], name: str, texts: int) -> list[Any] | None:

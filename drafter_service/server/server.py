@@ -108,8 +108,7 @@ class DrafterServer:
         chosen = [
             namespace for name, namespace in sorted(self.namespaces.loaded.items()) if names is None or name in names
         ]
-        store = self.namespaces.store
-        set_aside = store.set_aside if store is not None else {}
+        set_aside = self.namespaces.set_aside
         return ServiceFacts(
             version=self._version,
             started_at=self._started_at,

@@ -81,12 +81,12 @@ def with_prompts(lengths, message):
 
 def test_texts_are_read():
     read = read_texts(texts([1, 2], [], [3], names=["a", "", "b"]), vocab_size=4)
-    assert [read.text(index).tolist() for index in range(len(read))] == [[1, 2], [], [3]]
-    assert read.request_ids == ["a", None, "b"]
-    assert read_texts(texts([1]), vocab_size=0).request_ids == [None]
-    assert read_texts(texts([1]), vocab_size=0).prompt_lengths is None
-    assert read_texts(with_prompts([1, 0], texts([1, 2], [3])), vocab_size=0).prompt_lengths == [1, 0]
-    assert len(read_texts(texts(), vocab_size=0)) == 0
+    assert [(each.tokens.tolist(), each.request_id) for each in read] == [([1, 2], "a"), ([], None), ([3], "b")]
+    [one] = read_texts(texts([1]), vocab_size=0)
+    assert (one.request_id, one.prompt_length) == (None, None)
+    both = read_texts(with_prompts([1, 0], texts([1, 2], [3])), vocab_size=0)
+    assert [each.prompt_length for each in both] == [1, 0]
+    assert not [*read_texts(texts(), vocab_size=0)]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_any_texts_are_read_or_refused(tokens, offsets, names):
         read = read_texts(pb.Texts(tokens=tokens, offsets=offsets, request_ids=names), vocab_size=1 << 31)
     except WireError:
         return
-    assert sum(len(read.text(index)) for index in range(len(read))) == len(tokens) // 4
+    assert sum(len(each.tokens) for each in read) == len(tokens) // 4
 
 
 @st.composite
