@@ -218,29 +218,27 @@ class Namespace:
         return total
 
     def new_drafter(
-        self, draft_shape: DraftShape | None = None, curve: StepCurve | None = None, stats: Stats | None = None
+        self, draft_shape: DraftShape | None = None, padding: Padding = NO_PADDING, stats: Stats | None = None
     ) -> SuffixDrafter:
         """Return a drafter for one stream or call.
 
-        draft_shape: shape of its drafts; None: as configured. curve: durations of the engine's steps; None: what
-        `new_curve` returns. stats: counters of its engine; None: those of the namespace.
+        draft_shape: shape of its drafts; None: as configured. padding: shapes that its engine pads steps to. stats:
+        counters of its engine; None: those of the namespace.
         """
-        return self._new_drafter(SuffixDrafter, draft_shape, curve, stats or self._earlier)
+        return self._new_drafter(SuffixDrafter, draft_shape, padding, stats or self._earlier)
 
-    def new_shadow_drafter(
-        self, draft_shape: DraftShape | None = None, curve: StepCurve | None = None
-    ) -> ShadowDrafter:
+    def new_shadow_drafter(self, draft_shape: DraftShape | None = None, padding: Padding = NO_PADDING) -> ShadowDrafter:
         """Return a drafter whose drafts are withheld, and counted in `shadow`; see `new_drafter`."""
-        return self._new_drafter(ShadowDrafter, draft_shape, curve, self.shadow.stats)
+        return self._new_drafter(ShadowDrafter, draft_shape, padding, self.shadow.stats)
 
-    def _new_drafter(self, kind: type[D], draft_shape: DraftShape | None, curve: StepCurve | None, stats: Stats) -> D:
+    def _new_drafter(self, kind: type[D], draft_shape: DraftShape | None, padding: Padding, stats: Stats) -> D:
         config = self.config if draft_shape is None else replace(self.config, draft_shape=draft_shape)
-        curve = curve or self.new_curve()
+        curve = self._new_curve(padding)
         drafter = kind(config, corpus=self.corpus, stats=stats, remember=self.learn, curve=curve, sorts_in_thread=True)
         self.drafters.add(drafter)
         return drafter
 
-    def new_curve(self, padding: Padding = NO_PADDING) -> StepCurve:
+    def _new_curve(self, padding: Padding) -> StepCurve:
         """Return the durations of the steps of an engine that has reported none; padding: its shapes."""
         if self.config.cost is not None:
             return StepCurve.constant(self.config.cost, padding)

@@ -20,7 +20,6 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_COUNT, WireError, check_batch, drafts_message, pack, read_batch
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
-from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Progress, offsets_of
 
 NO_TOKENS = np.empty(0, np.uint32)
@@ -44,10 +43,10 @@ class Session:
         """
         self.namespace = namespace
         self._limits = limits
-        self._draft_shape = draft_shape
+        self._draft_shape, self._padding = draft_shape, padding
         self._may_learn = False
         self._use = namespace.engines.connect(engine)
-        self._drafter: SuffixDrafter = namespace.new_drafter(draft_shape, namespace.new_curve(padding), self._use.stats)
+        self._drafter = namespace.new_drafter(draft_shape, padding, self._use.stats)
         self._shadow: ShadowDrafter | None = None
         """The same drafter if the drafts of the running sequences are withheld."""
         self._tokens = 0
@@ -102,12 +101,11 @@ class Session:
 
     def _withhold(self, withheld: bool) -> None:
         """Withhold drafts from now on, or no more, while no sequence runs."""
-        namespace, curve, self._shadow = self.namespace, self._drafter.budget.curve, None
+        namespace, given, self._shadow = self.namespace, (self._draft_shape, self._padding), None
         namespace.release(self._drafter)
         if withheld:
-            self._drafter = self._shadow = namespace.new_shadow_drafter(self._draft_shape, curve)
-        else:
-            self._drafter = namespace.new_drafter(self._draft_shape, curve, self._use.stats)
+            self._shadow = namespace.new_shadow_drafter(*given)
+        self._drafter = self._shadow or namespace.new_drafter(*given, self._use.stats)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
         response = pb.DraftResponse(step=request.step)
@@ -159,8 +157,10 @@ class Session:
     def _draft_known(self, batch: Progress) -> DraftBatch:
         """Return drafts for a batch of running sequences. Raises ValueError as `SuffixDrafter.draft`."""
         times, batch.step_times = batch.step_times, ()  # `record` learns from them.
-        drafts = self._drafter.draft_unpublished(batch)
-        batch.step_times = times
+        try:
+            drafts = self._drafter.draft_unpublished(batch)
+        finally:
+            batch.step_times = times
         drafts.pause_steps, self._pause_steps = self._pause_steps, 0
         self._unrecorded = batch, drafts
         self._tokens += len(batch.tokens)
