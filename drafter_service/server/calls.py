@@ -51,7 +51,7 @@ REFUSALS: dict[type[Exception], grpc.StatusCode] = {
 async def answering(access: AccessControl, context: Context) -> AsyncIterator[AuthorizedCall]:
     """Identify the caller of a call, and end it with the status of an exception raised in the block."""
     try:
-        yield access.authorize(context)
+        yield AuthorizedCall(context, access)
     except tuple(REFUSALS) as refused:
         code = next(code for kind, code in REFUSALS.items() if isinstance(refused, kind))
         await context.abort(code, str(refused))

