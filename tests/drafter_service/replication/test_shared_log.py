@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from drafter_service.replication import reader, redis_stream, shared_log
+from drafter_service.replication import redis_stream, shared_log
 from drafter_service.replication.events import NO_TOKENS, Event, Kind, decode
 from drafter_service.replication.redis_stream import OLDEST, LogPosition, RedisStream, connect
 from drafter_service.replication.replicated import ReplicatedNamespace
@@ -225,8 +225,8 @@ async def test_trimmed_position_is_a_gap(log):
 
 @run
 async def test_reader_notices_trimming_beyond_its_position(log, monkeypatch):
-    monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
-    monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 1)
+    monkeypatch.setattr(shared_log, "LAG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(shared_log, "ENTRIES_AT_ONCE", 1)
     async with replicas_of(log, 2) as (one, two):
         two.read()
         two.may_take.clear()
@@ -272,7 +272,7 @@ async def test_log_size_is_bounded(log, monkeypatch):
 
 @run
 async def test_reader_waits_for_learning(log, monkeypatch):
-    monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 2)
+    monkeypatch.setattr(shared_log, "ENTRIES_AT_ONCE", 2)
     async with replicas_of(log, 2) as (one, two):
         for number in range(10):
             await one.publish(request(str(number)))
@@ -352,7 +352,7 @@ async def test_exceptions_of_the_consumer_end_the_reader(log):
 @run
 async def test_reader_can_be_cancelled(log, monkeypatch):
     """A reader can be cancelled at any await."""
-    monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(shared_log, "LAG_INTERVAL_S", 0.0)
     async with replicas_of(log, 1) as (one,):
         for number in range(40):
             await one.publish(request(str(number)))
