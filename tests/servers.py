@@ -36,8 +36,8 @@ def served(*arguments):
 @asynccontextmanager
 async def running(config):
     """Run the service in this event loop; yield its `DrafterServer` and its address."""
+    from drafter_service.server.listener import Listener
     from drafter_service.server.server import DrafterServer
-    from drafter_service.server.startup import Listener
 
     listener = Listener(config)
     await listener.start()

@@ -21,9 +21,9 @@ from drafter_service.replication.replicated import Replication
 from drafter_service.server.admin import Admin
 from drafter_service.server.calls import unary_method
 from drafter_service.server.disk import LoadError
+from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
-from drafter_service.server.startup import Listener
 from drafter_service.server.step_socket import StepSocket
 from drafter_service.server.stream import DraftStreams, FollowStreams, draft_method, follow_method
 from drafter_service.settings.tree import ServiceConfig
