@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,15 +32,6 @@ class Withheld:
     """Whether it was drafted for, even if the draft was empty."""
     max_draft: int = 0
     """Maximum length of its next draft."""
-
-
-class Step(NamedTuple):
-    """Tokens that a sequence commits together."""
-
-    tokens: int
-    """Number of tokens."""
-    steps: int
-    """Number of steps that a target needs for them; the draft is verified in the first."""
 
 
 class ShadowDrafter(SuffixDrafter):
@@ -91,21 +82,24 @@ class ShadowDrafter(SuffixDrafter):
             self._commit(decided, batch)
             ids = list(decided)
 
-    def _next_step(self, sequence_id: int) -> Step | None:
-        """Return the next step of a sequence, without tokens before its first draft; None if it is not decided yet."""
+    def _next_step(self, sequence_id: int) -> tuple[int, int] | None:
+        """Return how many tokens a sequence commits next, none before its first draft; None if that is not decided yet.
+
+        The second number is that of the steps that a target needs for them; the draft is verified in the first.
+        """
         sequence = self._withheld[sequence_id]
         size = len(sequence.tokens)
         if not size:
-            return None if sequence.has_draft else Step(0, 1)
+            return None if sequence.has_draft else (0, 1)
         offered = self._offered(sequence_id)
         accepted = self.running.accepted(sequence_id, sequence.tokens[: offered + 1], offered)
         if size > MAX_WAITING:
-            return Step(size, size - accepted)
-        return Step(accepted + 1, 1) if accepted < size else None
+            return size, size - accepted
+        return (accepted + 1, 1) if accepted < size else None
 
-    def _commit(self, steps: dict[int, Step], batch: Progress) -> None:
+    def _commit(self, decided: dict[int, tuple[int, int]], batch: Progress) -> None:
         """Commit a step of each sequence, and draft for the next one; batch: where their tokens came from."""
-        ids, sizes = list(steps), [step.tokens for step in steps.values()]
+        ids, (sizes, steps) = list(decided), zip(*decided.values(), strict=True)
         sequences = [self._withheld[sequence_id] for sequence_id in ids]
         progress = Progress(
             sequence_ids=np.array(ids, np.uint64),
@@ -114,7 +108,7 @@ class ShadowDrafter(SuffixDrafter):
             verified=self.running.offered_to(ids).astype(np.uint32),
             max_draft=np.array([each.max_draft for each in sequences], np.uint32),
             cost=batch.cost,
-            steps=np.array([step.steps for step in steps.values()], np.uint32),
+            steps=np.array(steps, np.uint32),
             other_tokens=batch.other_tokens,
             other_sequences=batch.other_sequences,
             min_path_prob=batch.min_path_prob,
