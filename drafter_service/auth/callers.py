@@ -27,15 +27,14 @@ import stat
 import time
 import tomllib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Flag, auto
 from fnmatch import fnmatchcase
 from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol
+from typing import Annotated, Any, Literal, NoReturn, Protocol
 
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -69,22 +68,12 @@ class Right(Flag):
 EVERY_RIGHT = Right.READ | Right.LEARN | Right.ADMIN
 
 
-class AccessDeniedError(Exception):
-    """The caller has no access; `code` is the gRPC status of the call."""
-
-    code: ClassVar[grpc.StatusCode]
-
-
-class UnauthenticatedError(AccessDeniedError):
+class UnauthenticatedError(Exception):
     """The caller is unknown."""
 
-    code = grpc.StatusCode.UNAUTHENTICATED
 
-
-class PermissionDeniedError(AccessDeniedError):
+class PermissionDeniedError(Exception):
     """The caller is known and does not have the right."""
-
-    code = grpc.StatusCode.PERMISSION_DENIED
 
 
 @dataclass(frozen=True)
@@ -152,17 +141,24 @@ class Callers:
         self._by_token = [(entry.token_sha256, entry.caller) for entry in entries if entry.token_sha256]
         self._by_certificate = {entry.certificate: entry.caller for entry in entries if entry.certificate}
 
-    def with_token(self, token_sha256: str) -> Caller | None:
-        """Return the caller whose token has this hash, in constant time."""
-        found = None
-        for known, caller in self._by_token:
-            if hmac.compare_digest(known, token_sha256):
-                found = caller
-        return found
+    def identify(self, token_sha256: str | None, names: Collection[str]) -> Caller:
+        """Return the caller with a token of this hash, in constant time, or with a certificate of one of these names.
 
-    def with_certificate(self, names: Collection[str]) -> Caller | None:
-        """Return the caller with a certificate of one of these names; earlier names take precedence."""
-        return next((self._by_certificate[name] for name in names if name in self._by_certificate), None)
+        A token takes precedence over a certificate, valid or not, and earlier names over later ones. Raises
+        UnauthenticatedError.
+        """
+        found = None
+        if token_sha256 is not None:
+            for known, caller in self._by_token:
+                if hmac.compare_digest(known, token_sha256):
+                    found = caller
+            reason = "the bearer token is not known"
+        else:
+            found = next((self._by_certificate[name] for name in names if name in self._by_certificate), None)
+            reason = "the certificate names no known caller" if names else NO_TOKEN
+        if found is None:
+            raise UnauthenticatedError(reason)
+        return found
 
 
 def sha256_of(token: str) -> str:
@@ -233,33 +229,24 @@ class Context(Protocol):
         raise NotImplementedError
 
 
-class AccessControl:
-    """Checks the rights of callers.
+AccessControl = Watched[Callers] | None
+"""The callers file, reloaded when it changes. Without one everybody who can connect has every right: whoever the
+permissions of the Unix socket admit, every user of the machine on loopback, and with `client_ca` every client with a
+certificate."""
 
-    Without a callers file everybody who can connect has every right: whoever the permissions of the Unix socket admit,
-    every user of the machine on loopback, and with `client_ca` every client with a certificate.
-    """
 
-    def __init__(self, config: AccessConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Read the callers file. Raises UserError if it is unusable; later invalid changes are logged and ignored."""
-        self._callers: Watched[Callers] | None = None
-        if config.callers is not None:
-            read = partial(read_callers, config.callers, certificates=config.client_ca is not None)
-            self._callers = Watched([config.callers], read, clock=clock)
-
-    @asynccontextmanager
-    async def authorize(self, context: Context) -> AsyncIterator[AuthorizedCall]:
-        """Identify the caller. An AccessDeniedError, also one raised in the block, ends the call with its status."""
-        try:
-            yield AuthorizedCall(context, self._callers)
-        except AccessDeniedError as denied:
-            await context.abort(denied.code, str(denied))
+def access_control(config: AccessConfig, *, clock: Callable[[], float] = time.monotonic) -> AccessControl:
+    """Read the callers file. Raises UserError if it is unusable; later invalid changes are logged and ignored."""
+    if config.callers is None:
+        return None
+    read = partial(read_callers, config.callers, certificates=config.client_ca is not None)
+    return Watched([config.callers], read, clock=clock)
 
 
 class AuthorizedCall:
     """One call or stream and its caller. Rights are those in the callers file at the time of each check."""
 
-    def __init__(self, context: Context, callers: Watched[Callers] | None) -> None:
+    def __init__(self, context: Context, access: AccessControl) -> None:
         """Identify the caller. Raises UnauthenticatedError, also for malformed credentials."""
         given = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
         scheme, _, token = given[0].partition(" ") if given else ("bearer", "", "")
@@ -269,7 +256,7 @@ class AuthorizedCall:
         peer = context.auth_context()
         self._names = [name.decode(errors="replace") for key in (SAN, COMMON_NAME) for name in peer.get(key, ())]
         """Names in the certificate that TLS has verified: subject alternative names, then the common name."""
-        self._callers = callers
+        self._access = access
         self._known: Callers | None = None
         self._caller = EVERYBODY
         self._update()
@@ -281,19 +268,13 @@ class AuthorizedCall:
         return self._caller
 
     def require(self, right: Right, namespace: str) -> None:
-        """Raise AccessDeniedError unless the caller has all of `right` in `namespace`, which need not exist."""
+        """Raise PermissionDeniedError unless the caller has all of `right` in `namespace`, which need not exist.
+
+        Raises UnauthenticatedError as `caller`.
+        """
         self.caller.require(right, namespace)
 
     def _update(self) -> None:
-        """Identify the caller if the callers file has changed. A token takes precedence over a certificate, valid or
-        not."""
-        if self._callers is None or (known := self._callers.current()) is self._known:
-            return
-        if self._token_sha256 is not None:
-            caller, reason = known.with_token(self._token_sha256), "the bearer token is not known"
-        else:
-            caller = known.with_certificate(self._names)
-            reason = "the certificate names no known caller" if self._names else NO_TOKEN
-        if caller is None:
-            raise UnauthenticatedError(reason)
-        self._caller, self._known = caller, known
+        """Identify the caller if the callers file has changed."""
+        if self._access is not None and (known := self._access.current()) is not self._known:
+            self._caller, self._known = known.identify(self._token_sha256, self._names), known

@@ -15,7 +15,6 @@ import structlog
 
 from drafter_service.observability.report.schema import SharedLogReport
 from drafter_service.replication.events import Kind, LogEntry
-from drafter_service.replication.reader import Reader
 from drafter_service.replication.redis_stream import (
     OLDEST,
     LogPosition,
@@ -24,7 +23,7 @@ from drafter_service.replication.redis_stream import (
     connect,
     ping,
 )
-from drafter_service.replication.shared_log import NamespaceLog
+from drafter_service.replication.shared_log import NamespaceLog, Reader
 from drafter_service.server.namespace import Namespace
 from drafter_service.settings.tree import LogConfig
 

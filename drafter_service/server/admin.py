@@ -8,16 +8,25 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 
+import numpy as np
+
 from drafter_service.auth.callers import AuthorizedCall, Right
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.report.build import build_report
+from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import NamespaceError, Namespaces
 from drafter_service.server.naming import KnownNamespace, is_default
-from drafter_service.server.requests import read_model
-from drafter_service.server.shadow import learn
+from drafter_service.server.requests import read_model, read_texts
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError
 from ssd.corpus.sections import SnapshotError
+from ssd.types import Progress
+
+NO_TOKENS = np.empty(0, np.uint32)
+TEXTS_PER_TURN = 256
+"""Number of texts learned before other tasks of the event loop run."""
+SCORED_PER_TURN = 32
+"""Number of output tokens scored before other tasks of the event loop run: about 0.5 ms."""
 
 
 class Admin:
@@ -60,8 +69,8 @@ class Admin:
                 moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
                 command = namespace.forget_before(moment)
             await namespace.refresh()
-            store = self._namespaces.store
-            if store is not None:
+            is_saved = self._namespaces.store is not None
+            if is_saved:
                 try:
                     await self._namespaces.save(namespace)
                 except SnapshotError as problem:
@@ -70,9 +79,9 @@ class Admin:
                         "still on disk"
                     ) from None
             return pb.ForgetResponse(
-                snapshot_saved=store is not None,
+                snapshot_saved=is_saved,
                 texts=command.requests,
-                set_aside_files=store.set_aside.get(namespace.name, []) if store is not None else [],
+                set_aside_files=self._namespaces.set_aside.get(namespace.name, []),
                 is_shared=namespace.log_position is not None,
             )
 
@@ -107,8 +116,7 @@ class Admin:
         """Delete a namespace, or only its files that were set aside."""
         authorized.require(Right.ADMIN, request.namespace)
         await self._check_exists(request.namespace)
-        store = self._namespaces.store
-        set_aside = store.set_aside.get(request.namespace, []) if store is not None else []
+        store, set_aside = self._namespaces.store, self._namespaces.set_aside.get(request.namespace, [])
         if not request.set_aside_only:
             await self._namespaces.drop(request.namespace)
         elif store is not None:
@@ -121,8 +129,7 @@ class Admin:
         Raises PermissionDeniedError before anything is looked up, NamespaceError and LoadError.
         """
         if not namespace:
-            store = self._namespaces.store
-            known = {*self._namespaces.loaded, *(store.set_aside if store is not None else ())}
+            known = {*self._namespaces.loaded, *self._namespaces.set_aside}
             return {name for name in known if authorized.caller.may(right, name)}
         authorized.require(right, namespace)
         await self._check_exists(namespace)
@@ -134,15 +141,62 @@ class Admin:
 
     def _described(self, name: str, known: KnownNamespace) -> pb.Namespace:
         """Return the row of a namespace."""
-        namespace, store = self._namespaces.loaded.get(name), self._namespaces.store
+        namespace = self._namespaces.loaded.get(name)
         message = pb.Namespace(name=name, capacity=self._namespaces.drafting(name).capacity, tokens=known.tokens or 0)
         message.model.CopyFrom(pb.Model(**vars(known.model)))
         message.is_default = is_default(name, known.model)
-        if store is not None:
-            message.set_aside_files.extend(store.set_aside.get(name, []))
+        message.set_aside_files.extend(self._namespaces.set_aside.get(name, []))
         if namespace is not None:
             message.is_loaded = True
             message.memory_bytes = namespace.memory_bytes
             message.streams = len(namespace.streams)
             message.idle_s = 0.0 if namespace.streams else time.monotonic() - namespace.last_used
         return message
+
+
+async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse) -> None:
+    """Learn finished texts at the rate of the index, and add their counts to `total`.
+
+    Raises WireError, with no effect, for an invalid message, and ClosedError.
+    """
+    texts = read_texts(message, namespace.model.vocab_size)
+    kept = namespace.config.learned_prompt_tokens
+    for index, (text, name, prompt_length, finished_at, tag) in enumerate(texts):
+        if index % TEXTS_PER_TURN == 0:
+            await asyncio.sleep(0)
+        await namespace.wait_for_room()
+        learned = text
+        if prompt_length is not None and not namespace.has_learned(name):
+            namespace.shadow.observed += 1
+            if prompt_length < len(text) and namespace.shadow_budget.is_left():
+                await _score(namespace, text[:prompt_length], text[prompt_length:])
+            learned = text[max(0, prompt_length - kept) :]
+        if namespace.learn(learned, name, tag, finished_at=finished_at):
+            total.tokens += len(learned)
+            total.texts += 1
+        else:
+            total.duplicates += 1
+
+
+async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -> None:
+    """Replay a finished request; its output, uint32 [n], is used as the tokens of the target.
+
+    prompt: uint32 [P]. Raises ClosedError.
+    """
+    budget, drafter, limit = namespace.shadow_budget, namespace.new_shadow_drafter(), namespace.config.max_draft
+    try:
+        with budget.spend():
+            drafter.start(0, prompt, learn=False)
+            if drafter.is_sorting:
+                await asyncio.to_thread(drafter.wait_for_sorting)
+                namespace.check_is_open()
+            drafter.draft(Progress.of_one(0, NO_TOKENS, max_draft=limit))
+        for first in range(0, len(output), SCORED_PER_TURN):
+            with budget.spend():
+                drafter.draft(Progress.of_one(0, output[first : first + SCORED_PER_TURN], max_draft=limit))
+            await asyncio.sleep(0)
+            namespace.check_is_open()
+        drafter.finish(0, NO_TOKENS, learn=False)
+        namespace.shadow.scored += 1
+    finally:
+        namespace.release(drafter)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
 
-from drafter_service.auth.callers import AccessControl, AuthorizedCall, Context
+from drafter_service.auth.callers import (
+    AccessControl,
+    AuthorizedCall,
+    Context,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 from drafter_service.server.disk import LoadError
 from drafter_service.server.feed import UnwrittenError
-from drafter_service.server.namespace import ClosedError, IdentityError, StreamHandle
+from drafter_service.server.namespace import ClosedError, IdentityError
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import PROTOCOL, WireError
 from ssd.corpus.sections import SnapshotError
-
-logger = structlog.get_logger(__name__)
 
 PACKAGE = pb.DESCRIPTOR.package
 
@@ -30,6 +32,8 @@ class ProtocolError(ValueError):
 
 
 REFUSALS: dict[type[Exception], grpc.StatusCode] = {
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     NamespaceError: grpc.StatusCode.INVALID_ARGUMENT,
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
     IdentityError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -46,11 +50,11 @@ REFUSALS: dict[type[Exception], grpc.StatusCode] = {
 @asynccontextmanager
 async def answering(access: AccessControl, context: Context) -> AsyncIterator[AuthorizedCall]:
     """Identify the caller of a call, and end it with the status of an exception raised in the block."""
-    async with access.authorize(context) as authorized:
-        try:
-            yield authorized
-        except tuple(REFUSALS) as refused:
-            await context.abort(_status_of(refused), str(refused))
+    try:
+        yield AuthorizedCall(context, access)
+    except tuple(REFUSALS) as refused:
+        code = next(code for kind, code in REFUSALS.items() if isinstance(refused, kind))
+        await context.abort(code, str(refused))
 
 
 def unary_method(
@@ -65,10 +69,6 @@ def unary_method(
         raise AssertionError("an error ends the call")
 
     return grpc.unary_unary_rpc_method_handler(call)
-
-
-def _status_of(refused: Exception) -> grpc.StatusCode:
-    return next(code for kind, code in REFUSALS.items() if isinstance(refused, kind))
 
 
 def parsed(kind: Any, data: bytes) -> Any:
@@ -88,46 +88,3 @@ def check_protocol(version: int) -> None:
         raise ProtocolError(
             f"the client uses protocol {version}, this service {PROTOCOL}; install the same version of both"
         )
-
-
-class OpenStreams:
-    """The open streams of a method. Used by the event loop alone."""
-
-    def __init__(self, access: AccessControl, most: int, what: str) -> None:
-        """most: largest number of streams. what: their name, such as "streams"."""
-        self.refused = 0
-        """Number of streams, and requests of streams, that were refused."""
-        self._access, self._most, self._what = access, most, what
-        self._streams: set[StreamHandle] = set()
-        self._stopping = False
-
-    @asynccontextmanager
-    async def open(self, stream: StreamHandle, context: Context) -> AsyncIterator[AuthorizedCall]:
-        """Serve a stream within the block, whose exceptions end it with a status, as `answering` does."""
-        if len(self._streams) >= self._most:
-            self.refused += 1
-            reason = f"the service has its {self._most} {self._what} already"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
-        self._streams.add(stream)
-        try:
-            async with answering(self._access, context) as authorized:
-                try:
-                    yield authorized
-                except asyncio.CancelledError:
-                    if stream.namespace is not None:
-                        stream.namespace.check_is_open()
-                    if not self._stopping:
-                        raise
-                except tuple(REFUSALS) as refused:
-                    self.refused += 1
-                    # The message, which the client gets and logs, may quote its request.
-                    logger.warning("stream refused", reason=type(refused).__name__)
-                    raise
-        finally:
-            self._streams.discard(stream)
-
-    def stop(self) -> None:
-        """End every stream after the response in progress."""
-        self._stopping = True
-        for stream in self._streams:
-            stream.end()

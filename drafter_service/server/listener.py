@@ -9,7 +9,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from drafter_service.auth.callers import AccessControl
+from drafter_service.auth.callers import access_control
 from drafter_service.auth.listening import listen
 from drafter_service.observability.process import allow_files
 from drafter_service.settings.tree import ServiceConfig
@@ -37,7 +37,7 @@ class Listener:
         self._config = config
         self.address = Address.parse(config.listen)
         """Address of the server; with the actual port once it listens."""
-        self.access = AccessControl(config.access)
+        self.access = access_control(config.access)
         self.state = "starting"
         """What the service does until it is ready, in ASCII."""
         self._methods = _Methods(self)

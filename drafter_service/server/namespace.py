@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from drafter_service.observability.facts import (
 from drafter_service.observability.report.schema import ClientTotals, CopyReport, CorpusReport
 from drafter_service.replication.events import Event, Kind
 from drafter_service.server.feed import CopyStream, Feed
+from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.server.store import Description
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
@@ -35,7 +36,6 @@ from drafter_service.transport.wire import pack
 from ssd.budget.cost_profile import CostProfile
 from ssd.budget.curve import StepCurve
 from ssd.budget.padding import NO_PADDING, Padding
-from ssd.budget.token_budget import TokenBudget
 from ssd.budget.totals import BudgetTotals
 from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
@@ -57,6 +57,9 @@ SHARE = 0.03
 """Maximum share of the time that is spent on scoring observed requests; a request of 170 output tokens takes 2.5 ms."""
 BURST_S = 1.0
 """Time in seconds that may be spent at once after a pause."""
+
+
+D = TypeVar("D", bound=SuffixDrafter)
 
 
 class IdentityError(ValueError):
@@ -131,8 +134,6 @@ class Namespace:
         self.merge_latency = Latency()
         self.duplicates = 0
         self.drafters: set[SuffixDrafter] = set()
-        self._budgets: set[TokenBudget] = set()
-        """Those of the drafters whose drafts are not withheld."""
         self._ended = BudgetTotals()
         """Totals of the token budgets of streams and calls that have ended."""
         self.streams: set[StreamHandle] = set()
@@ -217,26 +218,27 @@ class Namespace:
         return total
 
     def new_drafter(
-        self, draft_shape: DraftShape | None = None, curve: StepCurve | None = None, stats: Stats | None = None
+        self, draft_shape: DraftShape | None = None, padding: Padding = NO_PADDING, stats: Stats | None = None
     ) -> SuffixDrafter:
         """Return a drafter for one stream or call.
 
-        draft_shape: shape of its drafts; None: as configured. curve: durations of the engine's steps; None: what
-        `new_curve` returns. stats: counters of its engine, or those of `shadow` if its drafts are withheld; None: those
-        of the namespace.
+        draft_shape: shape of its drafts; None: as configured. padding: shapes that its engine pads steps to. stats:
+        counters of its engine; None: those of the namespace.
         """
+        return self._new_drafter(SuffixDrafter, draft_shape, padding, stats or self._earlier)
+
+    def new_shadow_drafter(self, draft_shape: DraftShape | None = None, padding: Padding = NO_PADDING) -> ShadowDrafter:
+        """Return a drafter whose drafts are withheld, and counted in `shadow`; see `new_drafter`."""
+        return self._new_drafter(ShadowDrafter, draft_shape, padding, self.shadow.stats)
+
+    def _new_drafter(self, kind: type[D], draft_shape: DraftShape | None, padding: Padding, stats: Stats) -> D:
         config = self.config if draft_shape is None else replace(self.config, draft_shape=draft_shape)
-        stats = stats or self._earlier
-        curve = curve or self.new_curve()
-        drafter = SuffixDrafter(
-            config, corpus=self.corpus, stats=stats, remember=self.learn, curve=curve, sorts_in_thread=True
-        )
+        curve = self._new_curve(padding)
+        drafter = kind(config, corpus=self.corpus, stats=stats, remember=self.learn, curve=curve, sorts_in_thread=True)
         self.drafters.add(drafter)
-        if stats is not self.shadow.stats:
-            self._budgets.add(drafter.budget)
         return drafter
 
-    def new_curve(self, padding: Padding = NO_PADDING) -> StepCurve:
+    def _new_curve(self, padding: Padding) -> StepCurve:
         """Return the durations of the steps of an engine that has reported none; padding: its shapes."""
         if self.config.cost is not None:
             return StepCurve.constant(self.config.cost, padding)
@@ -246,10 +248,9 @@ class Namespace:
 
     def release(self, drafter: SuffixDrafter) -> None:
         """Close a drafter whose stream or call has ended."""
-        self.drafters.discard(drafter)
-        if drafter.budget in self._budgets:
-            self._budgets.remove(drafter.budget)
-            self._ended.add(drafter.budget.totals)
+        if drafter in self.drafters:
+            self.drafters.remove(drafter)
+            self._ended.add(_budget_totals(drafter))
         drafter.close()
 
     def has_learned(self, request_id: str | None) -> bool:
@@ -388,7 +389,7 @@ class Namespace:
     def budget_totals(self) -> BudgetTotals:
         """Totals of the token budgets of all engines, since the namespace was loaded."""
         totals = BudgetTotals()
-        for part in (self._ended, *(budget.totals for budget in self._budgets)):
+        for part in (self._ended, *map(_budget_totals, self.drafters)):
             totals.add(part)
         return totals
 
@@ -449,6 +450,12 @@ class Namespace:
         self.is_closed = True
         for drafter in list(self.drafters):
             self.release(drafter)
+
+
+def _budget_totals(drafter: SuffixDrafter) -> BudgetTotals:
+    """Return the totals of a drafter's token budget, without what it chose among drafts that are withheld anyway."""
+    totals = drafter.budget.totals
+    return replace(totals, withheld=0) if isinstance(drafter, ShadowDrafter) else totals
 
 
 class Engines:

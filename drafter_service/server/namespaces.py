@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -124,6 +124,11 @@ class Namespaces:
         """Return the names of all namespaces, including those on disk. Raises LoadError."""
         stored = await self.read_store(self.store.names) if self.store else []
         return sorted({*self.loaded, *stored})
+
+    @property
+    def set_aside(self) -> Mapping[str, list[str]]:
+        """See `Store.set_aside`."""
+        return {} if self.store is None else self.store.set_aside
 
     def known(self) -> dict[str, KnownNamespace]:
         """Return what is known of all namespaces, without access to the disk."""
@@ -266,21 +271,22 @@ class Namespaces:
 
         After one that stalls the others are left for the next call, since they are in the same folder.
         """
-        for namespace in list(self.loaded.values()) if self.store else []:
-            if namespace.is_changed:
-                try:
-                    await self.save(namespace)
-                except StalledError:
-                    return
-                except (SnapshotError, ClosedError):
-                    continue
+        await self._for_each(lambda namespace: namespace.is_changed, self.save)
 
     async def unload_idle(self, idle_s: float) -> None:
         """Save and unload the namespaces that were not used for `idle_s` seconds; failures as in `save_changed`."""
+        await self._for_each(
+            lambda namespace: namespace.is_idle and time.monotonic() - namespace.last_used >= idle_s,
+            self._save_and_unload,
+        )
+
+    async def _for_each(
+        self, is_due: Callable[[Namespace], bool], act: Callable[[Namespace], Awaitable[object]]
+    ) -> None:
         for namespace in list(self.loaded.values()) if self.store else []:
-            if namespace.is_idle and time.monotonic() - namespace.last_used >= idle_s:
+            if is_due(namespace):
                 try:
-                    await self._save_and_unload(namespace)
+                    await act(namespace)
                 except StalledError:
                     return
                 except (SnapshotError, ClosedError):

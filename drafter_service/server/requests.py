@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from itertools import pairwise, repeat
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,64 +35,33 @@ FIXED_BYTES = {1: 8, 5: 4}
 """Number of bytes of the values of the other wire types."""
 
 
-@dataclass(frozen=True, eq=False)
-class StartedSequence:
+class StartedSequence(NamedTuple):
     """A validated start."""
 
-    sequence_id: int
-    prompt: np.ndarray
-    """uint32 [P]."""
-    hints: np.ndarray
-    """uint32 [H]."""
-    committed: np.ndarray
-    """uint32 [n]."""
-    session_id: str | None
-    request_id: str | None
-    learn: bool
-    shadow: bool
-    """Whether its drafts are withheld."""
+    message: pb.Start
+    texts: dict[str, np.ndarray]
+    """`prompt`, `hints` and `committed`, uint32 [n] each."""
     rollout: Rollout | None
     """None if it is no rollout."""
-    seed: int | None
-    """None if the target is greedy, or its noise is not known."""
-    age_s: float
-    """Seconds since it began."""
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that the sequence begins with."""
+        return sum(map(len, self.texts.values()))
 
 
-@dataclass(frozen=True, eq=False)
-class FinishedSequence:
-    """A validated finish."""
+class Text(NamedTuple):
+    """A validated text."""
 
-    sequence_id: int
     tokens: np.ndarray
     """uint32 [n]."""
-    verified: int
-    steps: int
-    learn: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Texts:
-    """Validated texts."""
-
-    tokens: np.ndarray
-    """uint32 [T]."""
-    offsets: np.ndarray
-    """uint32 [D + 1]."""
-    request_ids: list[str | None]
-    prompt_lengths: list[int] | None
-    """None if no text has a prompt."""
-    times: list[float | None]
-    """When each text was first learned, in seconds since 1970, never in the future; None: now."""
-    tags: list[int]
+    request_id: str | None
+    prompt_length: int | None
+    """None if no text of the message has a prompt."""
+    time: float | None
+    """When it was first learned, in seconds since 1970, never in the future; None: now."""
+    tag: int
     """See `ssd.corpus.rollout.Rollout.tag`."""
-
-    def __len__(self) -> int:
-        return len(self.request_ids)
-
-    def text(self, index: int) -> np.ndarray:
-        """Return one text, uint32 [n]."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
 def has_few_fields(data: bytes, limit: int) -> bool:
@@ -116,36 +86,28 @@ def has_few_fields(data: bytes, limit: int) -> bool:
 def read_start(message: pb.Start, index: int, vocab_size: int = 0) -> StartedSequence:
     """Return the start at an index of a request; vocab_size: 0 if it is not known. Raises WireError."""
     field = f"starts[{index}]"
-    return StartedSequence(
-        message.sequence_id,
-        unpack_tokens(message.prompt, f"{field}.prompt", vocab_size),
-        unpack_tokens(message.hints, f"{field}.hints", vocab_size),
-        unpack_tokens(message.committed, f"{field}.committed", vocab_size),
-        _read_name(message.session_id, f"{field}.session_id"),
-        _read_name(message.request_id, f"{field}.request_id"),
-        message.learn,
-        message.shadow,
-        _read_rollout(message.rollout, f"{field}.rollout") if message.HasField("rollout") else None,
-        message.seed if message.HasField("seed") else None,
-        message.age_s,
-    )
-
-
-def _read_rollout(message: pb.Rollout, field: str) -> Rollout:
-    """Return a rollout. Raises WireError."""
+    texts = {
+        name: unpack_tokens(getattr(message, name), f"{field}.{name}", vocab_size)
+        for name in ("prompt", "hints", "committed")
+    }
+    for name in ("session_id", "request_id"):
+        _read_name(getattr(message, name), f"{field}.{name}")
     try:
-        return Rollout(message.group, message.version)
+        rollout = Rollout(message.rollout.group, message.rollout.version) if message.HasField("rollout") else None
     except ValueError as problem:
-        raise WireError(f"{field}: {problem}") from None
+        raise WireError(f"{field}.rollout: {problem}") from None
+    return StartedSequence(message, texts, rollout)
 
 
-def read_finish(message: pb.Finish, index: int, vocab_size: int = 0) -> FinishedSequence:
-    """Return the finish at an index of a request; vocab_size: 0 if it is not known. Raises WireError."""
+def read_finish(message: pb.Finish, index: int, vocab_size: int = 0) -> np.ndarray:
+    """Return the tokens of the finish at an index of a request, uint32 [n]; vocab_size: 0 if it is not known.
+
+    Raises WireError.
+    """
     field = f"finishes[{index}]"
     if message.steps > MAX_STEPS:
         raise WireError(f"{field}.steps is {message.steps}; the maximum is {MAX_STEPS}")
-    tokens = unpack_tokens(message.tokens, f"{field}.tokens", vocab_size)
-    return FinishedSequence(message.sequence_id, tokens, message.verified, max(1, message.steps), message.learn)
+    return unpack_tokens(message.tokens, f"{field}.tokens", vocab_size)
 
 
 def read_draft_counts(message: pb.DraftCounts) -> Stats:
@@ -198,7 +160,7 @@ def _read_shapes(data: bytes, field: str, most: int) -> tuple[int, ...]:
     return tuple(shapes)
 
 
-def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
+def read_texts(message: pb.Texts, vocab_size: int) -> Iterator[Text]:
     """Return texts. Raises WireError for inconsistent arrays, and for token ids outside the vocabulary."""
     tokens = unpack_tokens(message.tokens, "texts.tokens", vocab_size)
     data = message.offsets or bytes(4)
@@ -216,8 +178,11 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     tags = _read_column(message.tags, "u4", "tags", texts) or [NO_TAG] * texts
     if max(tags, default=0) >> 16:
         raise WireError(f"texts.tags holds {max(tags)}; a tag has 16 bits")
+    # Each is made when it is needed, since a message may have millions.
+    runs = (tokens[first:end] for first, end in pairwise(offsets.tolist()))
     # The comparison is false for NaN, which becomes None.
-    return Texts(tokens, offsets, names or [None] * texts, lengths, [at if at < now else None for at in times], tags)
+    past = [at if at < now else None for at in times]
+    return map(Text, runs, names or repeat(None), lengths or repeat(None), past, tags)
 
 
 def _read_column(data: bytes, dtype: Literal["f8", "u4"], name: str, texts: int) -> list[Any] | None:

@@ -21,12 +21,11 @@ from drafter_service.replication.replicated import Replication
 from drafter_service.server.admin import Admin
 from drafter_service.server.calls import unary_method
 from drafter_service.server.disk import LoadError
-from drafter_service.server.following import FollowStreams, follow_method
 from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
 from drafter_service.server.step_socket import StepSocket
-from drafter_service.server.stream import DraftStreams, draft_method
+from drafter_service.server.stream import DraftStreams, FollowStreams, draft_method, follow_method
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.errors import UserError
@@ -109,8 +108,7 @@ class DrafterServer:
         chosen = [
             namespace for name, namespace in sorted(self.namespaces.loaded.items()) if names is None or name in names
         ]
-        store = self.namespaces.store
-        set_aside = store.set_aside if store is not None else {}
+        set_aside = self.namespaces.set_aside
         return ServiceFacts(
             version=self._version,
             started_at=self._started_at,

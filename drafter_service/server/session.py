@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import NamedTuple
+from typing import Any
 
 import grpc
 import numpy as np
@@ -14,34 +13,18 @@ import numpy as np
 from drafter_service.observability.facts import Engine
 from drafter_service.observability.report.schema import ClientTotals
 from drafter_service.server.namespace import Namespace
-from drafter_service.server.requests import (
-    FinishedSequence,
-    StartedSequence,
-    read_draft_counts,
-    read_finish,
-    read_start,
-)
+from drafter_service.server.requests import StartedSequence, read_draft_counts, read_finish, read_start
 from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_COUNT, WireError, check_batch, drafts_message, pack, read_batch
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
-from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Progress, offsets_of
 
 NO_TOKENS = np.empty(0, np.uint32)
 NO_DRAFTS = DraftBatch.empty(0)
 UNKNOWN_ENGINE = Engine("", "")
-
-
-class Drafted(NamedTuple):
-    """A batch with drafts."""
-
-    batch: Progress
-    part: Progress
-    """The sequences of the batch that could have drafts."""
-    drafts: DraftBatch
 
 
 class Session:
@@ -60,20 +43,18 @@ class Session:
         """
         self.namespace = namespace
         self._limits = limits
-        self._draft_shape = draft_shape
+        self._draft_shape, self._padding = draft_shape, padding
         self._may_learn = False
         self._use = namespace.engines.connect(engine)
-        self._drafter = namespace.new_drafter(draft_shape, namespace.new_curve(padding), self._use.stats)
+        self._drafter = namespace.new_drafter(draft_shape, padding, self._use.stats)
         self._shadow: ShadowDrafter | None = None
-        """Drafter of the sequences whose drafts are withheld; None before the first."""
-        self._withheld: set[int] = set()
-        """Sequences whose drafts are withheld."""
+        """The same drafter if the drafts of the running sequences are withheld."""
         self._tokens = 0
         """Number of tokens of all sequences, prompts included."""
         self._pause_steps = 0
         """`DraftBatch.pause_steps` of the next response."""
-        self._unrecorded: Drafted | None = None
-        """The batch of the last request, until `record`."""
+        self._unrecorded: tuple[Progress, DraftBatch] | None = None
+        """The known sequences of the last request's batch and their drafts, until `record`."""
         self._reported: ClientTotals | None = None
         """Totals of the client's last message."""
         self._uncounted_steps = 0
@@ -104,8 +85,8 @@ class Session:
         """Do what the last request needs once its response is sent: offer its tokens to others, count, and learn."""
         if self._unrecorded is None:
             return
-        (batch, part, drafts), self._unrecorded = self._unrecorded, None
-        self._drafter.publish(part)
+        (batch, drafts), self._unrecorded = self._unrecorded, None
+        self._drafter.publish(batch)
         self._drafter.running.record_use()
         self._make_room()
         self._use.engine_steps += 1
@@ -117,89 +98,81 @@ class Session:
         """Drop all sequences without learning from them."""
         self.namespace.engines.disconnect(self._use)
         self.namespace.release(self._drafter)
-        if self._shadow is not None:
-            self.namespace.release(self._shadow.drafter)
 
-    def _new_shadow(self) -> ShadowDrafter:
-        """Return the drafter for withheld drafts, which are limited by the same durations of steps as the others."""
-        curve = self._drafter.budget.curve
-        return ShadowDrafter(self.namespace.new_drafter(self._draft_shape, curve, self.namespace.shadow.stats))
+    def _withhold(self, withheld: bool) -> None:
+        """Withhold drafts from now on, or no more, while no sequence runs."""
+        namespace, given, self._shadow = self.namespace, (self._draft_shape, self._padding), None
+        namespace.release(self._drafter)
+        if withheld:
+            self._shadow = namespace.new_shadow_drafter(*given)
+        self._drafter = self._shadow or namespace.new_drafter(*given, self._use.stats)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
         response = pb.DraftResponse(step=request.step)
         vocab_size = self.namespace.model.vocab_size
         starts: list[StartedSequence] = []
-        finishes: list[FinishedSequence] = []
+        finished: list[np.ndarray] = []
         batch = read_batch(request.batch, vocab_size) if request.HasField("batch") else None
         if request.starts or request.finishes:
             starts += [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
-            finishes += [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
-            new = {start.sequence_id for start in starts}
+            finished += [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
+            new = {start.sequence_id for start in request.starts}
             self._check_starts(starts, new)
-            self._check_finishes(finishes, new)
+            self._check_finishes(request.finishes, new)
             if batch is not None:
                 self._check_batch(batch, new)
         counts = read_draft_counts(request.draft_counts) if request.HasField("draft_counts") else None
-        lost: list[int] = []
         # Nothing can fail from here on, unless there is only a batch, which has no effect if it fails.
         for start in starts:
             self._start(start)
-        lost += [finish.sequence_id for finish in finishes if not self._finish(finish)]
-        if batch is not None:
-            drafts, lost_in_batch = self._draft(batch)
-            lost += lost_in_batch
-            drafts_message(drafts, response.drafts)
-        else:
-            drafts_message(NO_DRAFTS, response.drafts)
+        finishes = zip(request.finishes, finished, strict=True)
+        ended = [finish.sequence_id for finish, tokens in finishes if not self._finish(finish, tokens)]
+        drafts, lost = (NO_DRAFTS, []) if batch is None else self._draft(batch)
+        drafts_message(drafts, response.drafts)
         if request.HasField("counters"):
             self._add_counters(request.counters)
         if counts is not None:
             self._use.stats.add(counts)
-        if lost:
-            response.lost_ids = pack(np.array(lost, np.uint64), "u8")
+        if ended or lost:
+            response.lost_ids = pack(np.array(ended + lost, np.uint64), "u8")
         return response
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
-        """Return drafts, and the sequences that are unknown; the drafts that are withheld are empty.
+        """Return drafts, and the sequences that are unknown.
 
         Raises WireError, without any effect, for an invalid batch.
         """
-        if not self._withheld:
-            try:
-                return self._draft_part(batch, batch), []  # The drafter itself checks the batch.
-            except ValueError:
-                self._check_batch(batch)
-                if self._drafter.running.ids >= {*batch.sequence_ids.tolist()}:
-                    raise  # A fault of the drafter ends the stream.
-        self._check_batch(batch)
-        ids, running = batch.sequence_ids.tolist(), self._drafter.running.ids
-        if withheld := [index for index, each in enumerate(ids) if each in self._withheld]:
-            assert self._shadow is not None
-            part = _part(batch, withheld)
-            self._tokens += len(part.tokens)
-            self._shadow.advance(part)
+        try:
+            return self._draft_known(batch), []  # The drafter itself checks the batch.
+        except ValueError:
+            self._check_batch(batch)
+            ids, running = batch.sequence_ids.tolist(), self._drafter.running.ids
+            if running >= {*ids}:
+                raise  # A fault of the drafter ends the stream.
         drafted = [index for index, each in enumerate(ids) if each in running]
-        drafts = self._draft_part(batch, _part(batch, drafted))
-        lost = [each for each in ids if not self._has(each)]
+        drafts = self._draft_known(_part(batch, drafted))
+        lost = [each for each in ids if each not in running]
         return drafts.scatter(np.array(drafted, np.int64), len(ids)), lost
 
-    def _draft_part(self, batch: Progress, part: Progress) -> DraftBatch:
-        """Return drafts for a part of a batch, whose sequences run. Raises ValueError as `SuffixDrafter.draft`."""
-        times, part.step_times = part.step_times, ()  # `record` learns from them.
-        drafts = self._drafter.draft_unpublished(part)
-        part.step_times = times
+    def _draft_known(self, batch: Progress) -> DraftBatch:
+        """Return drafts for a batch of running sequences. Raises ValueError as `SuffixDrafter.draft`."""
+        times, batch.step_times = batch.step_times, ()  # `record` learns from them.
+        try:
+            drafts = self._drafter.draft_unpublished(batch)
+        finally:
+            batch.step_times = times
         drafts.pause_steps, self._pause_steps = self._pause_steps, 0
-        self._unrecorded = Drafted(batch, part, drafts)
-        self._tokens += len(part.tokens)
+        self._unrecorded = batch, drafts
+        self._tokens += len(batch.tokens)
         return drafts
 
-    def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
+    def _check_finishes(self, finishes: Sequence[pb.Finish], new: set[int]) -> None:
         """Check counts, except those of unknown sequences."""
         if len({finish.sequence_id for finish in finishes}) < len(finishes):
             raise WireError("finishes contains a sequence twice")
-        offered = self._drafter.running.offered_to([finish.sequence_id for finish in finishes])
-        for index, (finish, limit) in enumerate(zip(finishes, offered.tolist(), strict=True)):
-            is_known = limit >= 0 or finish.sequence_id in new or finish.sequence_id in self._withheld
+        offered = self._offered_to([finish.sequence_id for finish in finishes])
+        for index, (finish, limit) in enumerate(zip(finishes, offered, strict=True)):
+            is_known = limit >= 0 or finish.sequence_id in new
             if is_known and finish.verified > max(0, limit):
                 raise WireError(
                     f"finishes[{index}].verified is {finish.verified}; the sequence's last draft had {max(0, limit)} "
@@ -208,98 +181,78 @@ class Session:
 
     def _check_starts(self, starts: list[StartedSequence], new: set[int]) -> None:
         """Check that sequences are new and that there is room for them, once all others are dropped."""
-        if len(new) < len(starts) or any(self._has(sequence_id) for sequence_id in new):
+        running = self._drafter.running
+        if len(new) < len(starts) or running.ids & new:
             raise WireError("starts contains a sequence that is already running")
-        tokens = sum(map(_size, starts))
+        withheld = {start.message.shadow for start in starts} | ({self._shadow is not None} if len(running) else set())
+        if len(withheld) > 1:
+            raise WireError("starts has sequences with and without shadow; use a stream for each of both")
+        tokens = sum(start.size for start in starts)
         if tokens > self._limits.stream_tokens:
             raise WireError(f"starts has {tokens} tokens; a stream may have {self._limits.stream_tokens}")
 
     def _check_batch(self, batch: Progress, new: Collection[int] = ()) -> None:
         """Raise WireError for an invalid batch; counts of unknown sequences are not checked."""
         ids = batch.sequence_ids.tolist()
-        offered = dict(zip(ids, self._drafter.running.offered_to(ids).tolist(), strict=True))
+        offered = dict(zip(ids, self._offered_to(ids), strict=True))
         for sequence_id, limit in offered.items():
-            if sequence_id in new or sequence_id in self._withheld:
-                offered[sequence_id] = 0
-            elif limit < 0:
-                offered[sequence_id] = MAX_COUNT
+            if limit < 0:
+                offered[sequence_id] = 0 if sequence_id in new else MAX_COUNT
         check_batch(batch, offered)
 
+    def _offered_to(self, ids: list[int]) -> list[int]:
+        """Return the number of tokens in the last draft that each sequence got; -1 for an unknown one."""
+        offered: list[int] = self._drafter.running.offered_to(ids).tolist()
+        return offered if self._shadow is None else [min(0, each) for each in offered]
+
     def _start(self, start: StartedSequence) -> None:
-        sequence_id = start.sequence_id
-        if start.shadow:
-            self._shadow = self._shadow or self._new_shadow()
-            self._withheld.add(sequence_id)
-        name = start.request_id
-        was_forgotten = name is not None and self.namespace.was_forgotten(name, start.age_s)
-        self._drafter_of(sequence_id).start(
-            sequence_id,
-            start.prompt,
-            hints=start.hints,
-            committed=start.committed,
-            session_id=start.session_id,
-            request_id=start.request_id,
-            learn=start.learn and self._may_learn and not was_forgotten,
+        message, namespace = start.message, self.namespace
+        if message.shadow != (self._shadow is not None):
+            self._withhold(message.shadow)
+        name = message.request_id or None
+        was_forgotten = name is not None and namespace.was_forgotten(name, message.age_s)
+        self._drafter.start(
+            message.sequence_id,
+            **start.texts,
+            session_id=message.session_id or None,
+            request_id=name,
+            learn=message.learn and self._may_learn and not was_forgotten,
             rollout=start.rollout,
-            seed=start.seed,
+            seed=message.seed if message.HasField("seed") else None,
         )
-        self._tokens += _size(start)
+        self._tokens += start.size
         self._make_room()
 
-    def _drop(self, sequence_id: int) -> None:
-        """End a sequence without learning from it."""
-        drafter = self._drafter_of(sequence_id)
-        self._remove(sequence_id)
-        drafter.finish(sequence_id, NO_TOKENS, learn=False)
-
-    def _finish(self, finish: FinishedSequence) -> bool:
+    def _finish(self, finish: pb.Finish, tokens: np.ndarray) -> bool:
         """End a sequence; return whether it existed."""
-        if not self._has(finish.sequence_id):
+        if finish.sequence_id not in self._drafter.running.ids:
             return False
-        drafter = self._drafter_of(finish.sequence_id)
-        self._remove(finish.sequence_id)
-        learn = finish.learn and self._may_learn
-        if isinstance(drafter, ShadowDrafter):
+        if self._shadow is not None:
             self.namespace.shadow.observed += 1
             self.namespace.shadow.scored += 1
-            drafter.finish(finish.sequence_id, finish.tokens, learn=learn)
-        else:
-            drafter.finish(finish.sequence_id, finish.tokens, verified=finish.verified, steps=finish.steps, learn=learn)
+        learn = finish.learn and self._may_learn
+        self._end(finish.sequence_id, tokens, verified=finish.verified, steps=max(1, finish.steps), learn=learn)
         return True
 
-    def _drafter_of(self, sequence_id: int) -> SuffixDrafter | ShadowDrafter:
-        """Return the drafter of a sequence."""
-        if sequence_id not in self._withheld:
-            return self._drafter
-        assert self._shadow is not None
-        return self._shadow
-
-    def _has(self, sequence_id: int) -> bool:
-        """Return whether a sequence runs."""
-        return sequence_id in self._drafter.running.ids or sequence_id in self._withheld
-
-    def _remove(self, sequence_id: int) -> None:
-        """Stop counting a sequence, before its drafter ends it."""
-        drafter = self._drafter_of(sequence_id)
-        sizes = drafter if isinstance(drafter, ShadowDrafter) else drafter.running
-        self._tokens -= sizes.size_of(sequence_id)
-        self._withheld.discard(sequence_id)
+    def _end(self, sequence_id: int, tokens: np.ndarray, **outcome: Any) -> None:
+        """End a sequence; outcome: as in `CorpusDrafter.finish`."""
+        waiting = 0 if self._shadow is None else self._shadow.waiting_of(sequence_id)
+        self._tokens -= self._drafter.running.size_of(sequence_id) + waiting
+        self._drafter.finish(sequence_id, tokens, **outcome)
 
     def _make_room(self) -> None:
-        """Drop the least recently used sequences until the others are within the limits."""
+        """Drop the least recently used sequences, without learning, until the others are within the limits."""
         if self._is_within_limits:
             return
-        drafters = [self._drafter, *([] if self._shadow is None else [self._shadow.drafter])]
-        ids, times = zip(*(each.running.last_uses() for each in drafters), strict=True)
-        running = [*chain.from_iterable(ids)]
-        for index in np.concatenate(times).argsort(kind="stable").tolist():
-            self._drop(running[index])
+        running, times = self._drafter.running.last_uses()
+        for index in times.argsort(kind="stable").tolist():
+            self._end(running[index], NO_TOKENS, learn=False)
             if self._is_within_limits:
                 return
 
     @property
     def _is_within_limits(self) -> bool:
-        sequences = len(self._drafter.running) + len(self._withheld)
+        sequences = len(self._drafter.running)
         return sequences <= self._limits.sequences and self._tokens <= self._limits.stream_tokens
 
     def _add_counters(self, counters: pb.ClientCounters) -> None:
@@ -325,11 +278,6 @@ class Session:
 def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:
     """Return an error as the response to a request."""
     return pb.DraftResponse(step=step, error=pb.Error(code=status.value[0], message=message))
-
-
-def _size(start: StartedSequence) -> int:
-    """Return the number of tokens that a sequence begins with."""
-    return len(start.hints) + len(start.prompt) + len(start.committed)
 
 
 def _part(batch: Progress, indices: list[int]) -> Progress:

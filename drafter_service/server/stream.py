@@ -1,24 +1,34 @@
-"""The Draft stream: a handshake, then one response for each request."""
+"""The streams: Draft, a handshake, then one response for each request; and Follow, a copy of a namespace.
+
+Follow sends what a namespace remembers and every change of it to clients that draft from a copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import grpc
+import structlog
 from google.protobuf.message import DecodeError
 
 from drafter_service.auth.callers import AccessControl, AuthorizedCall, Caller, Context, Right
-from drafter_service.server.calls import PACKAGE, OpenStreams, check_protocol
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.server.calls import PACKAGE, REFUSALS, ProtocolError, answering, check_protocol, parsed
+from drafter_service.server.feed import CopyStream
 from drafter_service.server.namespace import StreamHandle
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import has_few_fields, read_engine, read_model, read_padding
 from drafter_service.server.session import Session, error_response
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import MAX_FIELDS, PROTOCOL, SHAPES, WireError
+from drafter_service.transport.wire import MAX_FIELDS, PROTOCOL, SHAPES, WireError, check_engine_name
+from ssd.corpus.ring import MAX_CAPACITY
+
+logger = structlog.get_logger(__name__)
 
 Later = Coroutine[Any, Any, bytes]
 """A serialized response that has to be awaited."""
@@ -62,6 +72,49 @@ def draft_method(streams: Streams) -> grpc.RpcMethodHandler:
                 stream.sent()
 
     return grpc.stream_stream_rpc_method_handler(draft)
+
+
+class OpenStreams:
+    """The open streams of a method. Used by the event loop alone."""
+
+    def __init__(self, access: AccessControl, most: int, what: str) -> None:
+        """most: largest number of streams. what: their name, such as "streams"."""
+        self.refused = 0
+        """Number of streams, and requests of streams, that were refused."""
+        self._access, self._most, self._what = access, most, what
+        self._streams: set[StreamHandle] = set()
+        self._stopping = False
+
+    @asynccontextmanager
+    async def open(self, stream: StreamHandle, context: Context) -> AsyncIterator[AuthorizedCall]:
+        """Serve a stream within the block, whose exceptions end it with a status, as `answering` does."""
+        if len(self._streams) >= self._most:
+            self.refused += 1
+            reason = f"the service has its {self._most} {self._what} already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+        self._streams.add(stream)
+        try:
+            async with answering(self._access, context) as authorized:
+                try:
+                    yield authorized
+                except asyncio.CancelledError:
+                    if stream.namespace is not None:
+                        stream.namespace.check_is_open()
+                    if not self._stopping:
+                        raise
+                except tuple(REFUSALS) as refused:
+                    self.refused += 1
+                    # The message, which the client gets and logs, may quote its request.
+                    logger.warning("stream refused", reason=type(refused).__name__)
+                    raise
+        finally:
+            self._streams.discard(stream)
+
+    def stop(self) -> None:
+        """End every stream after the response in progress."""
+        self._stopping = True
+        for stream in self._streams:
+            stream.end()
 
 
 class DraftStream(StreamHandle):
@@ -126,7 +179,7 @@ class DraftStream(StreamHandle):
         return response.SerializeToString()
 
     def _answer(self, session: Session, request: pb.DraftRequest | None) -> pb.DraftResponse:
-        """Return the response to a request. Raises AccessDeniedError once the caller has lost its rights."""
+        """Return the response to a request. Raises PermissionDeniedError once the caller has lost its rights."""
         may_learn = self._has_right_to_learn(session.namespace.name)
         if request is None:
             message = f"the message is not a DraftRequest of {PACKAGE} with at most {MAX_FIELDS} sequences"
@@ -140,7 +193,7 @@ class DraftStream(StreamHandle):
         return response
 
     def _has_right_to_learn(self, namespace: str) -> bool:
-        """Return whether the caller may learn. Raises AccessDeniedError unless it may read."""
+        """Return whether the caller may learn. Raises PermissionDeniedError unless it may read."""
         caller = self._authorized.caller
         if caller is not self._caller:
             caller.require(Right.READ, namespace)
@@ -162,6 +215,66 @@ class DraftStreams:
         async with self.all.open(stream, context) as authorized, AsyncExitStack() as stack:
             stream.begin(authorized, stack)
             yield stream
+
+
+class FollowStreams:
+    """All Follow streams of a service. Used by the event loop alone."""
+
+    def __init__(self, namespaces: Namespaces, access: AccessControl, most: int) -> None:
+        """most: largest number of streams."""
+        self.all = OpenStreams(access, most, "followers")
+        self._namespaces = namespaces
+
+    async def follow(self, data: bytes, context: Context) -> AsyncGenerator[pb.FollowResponse, None]:
+        """Serve one client."""
+        stream = StreamHandle()
+        async with (
+            self.all.open(stream, context) as authorized,
+            aclosing(self._serve(data, authorized, stream)) as served,
+        ):
+            async for response in served:
+                stream.is_sending = True
+                yield response
+                stream.is_sending = False
+                if stream.is_over:
+                    stream.task.cancel()
+                    await asyncio.sleep(0)  # Otherwise it would be cancelled while gRPC sends the next response.
+
+    async def _serve(
+        self, data: bytes, authorized: AuthorizedCall, stream: StreamHandle
+    ) -> AsyncGenerator[pb.FollowResponse, None]:
+        request = parsed(pb.FollowRequest, data)
+        check_protocol(request.protocol)
+        model = read_model(request.model)
+        name = request.namespace or self._namespaces.default_of(model, authorized.caller)
+        authorized.require(Right.READ, name)
+        # The right to read does not include completing the identity: another model may follow this as its library.
+        async with self._namespaces.use_for_drafts(name, ModelIdentity()) as namespace:
+            for each in (name, *namespace.libraries):
+                self._namespaces.loaded[each].check_identity(model)
+            if request.match_depth not in (0, namespace.corpus.depth):
+                raise ProtocolError(
+                    f"namespace {name!r} has a match depth of {namespace.corpus.depth}, the engine of "
+                    f"{request.match_depth}; set match_depth to the same"
+                )
+            check_engine_name(request.engine, "engine")
+            most = request.max_tokens or MAX_CAPACITY
+            libraries = [each for each in namespace.libraries if authorized.caller.may(Right.READ, each)]
+            state = CopyStream(name, request.copy, request.position, most, request.engine, libraries)
+            stream.namespace = namespace
+            namespace.followers[stream] = state
+            try:
+                async with aclosing(namespace.feed.responses(namespace.corpus, state)) as responses:
+                    async for response in responses:
+                        authorized.require(Right.READ, name)
+                        yield response
+            finally:
+                del namespace.followers[stream]
+
+
+def follow_method(streams: FollowStreams) -> grpc.RpcMethodHandler:
+    """Return gRPC's handler of Follow."""
+    return grpc.unary_stream_rpc_method_handler(streams.follow, response_serializer=pb.FollowResponse.SerializeToString)
 
 
 def _parsed(data: bytes) -> pb.DraftRequest | None:

@@ -194,15 +194,13 @@ class ServiceConfig:
         """Raise ValueError for contradictory settings."""
         from ssd.corpus.ring import check_capacity
 
-        for key, capacity in (("drafting.capacity", self.drafting.capacity), *_keyed(self.namespaces.capacities)):
+        capacities = {"drafting.capacity": self.drafting.capacity}
+        capacities |= {f"namespaces.capacities.{name}": size for name, size in self.namespaces.capacities.items()}
+        for key, capacity in capacities.items():
             try:
                 check_capacity(capacity)
             except ValueError as problem:
                 raise ValueError(f"{key}: {problem}") from None
-
-
-def _keyed(capacities: Mapping[str, int]) -> list[tuple[str, int]]:
-    return [(f"namespaces.capacities.{name}", capacity) for name, capacity in capacities.items()]
 
 
 SETTINGS = Schema(ServiceConfig, without=("drafting.options",))

@@ -109,17 +109,18 @@ class FakeService(EngineChecker):
         )
 
     def start(self, stream, start):
-        running = f"sequence {start.sequence_id} was started again"
-        self.checks.expect("starts", start.sequence_id not in self.sequences, running)
-        text = [*start.prompt.tolist(), *start.committed.tolist()]
+        one = start.message
+        running = f"sequence {one.sequence_id} was started again"
+        self.checks.expect("starts", one.sequence_id not in self.sequences, running)
+        text = [*start.texts["prompt"].tolist(), *start.texts["committed"].tolist()]
         self.checks.expect("starts", not 0 < self.max_tokens < len(text), "the service ends the stream")
-        self.sequences[start.sequence_id] = Known(text, start.request_id or "", start.learn, len(self.requests))
+        self.sequences[one.sequence_id] = Known(text, one.request_id, one.learn, len(self.requests))
         self._make_room()
 
-    def finish(self, stream, finish):
+    def finish(self, stream, finish, tokens):
         if (one := self.sequences.pop(finish.sequence_id, None)) is None:
             return False
-        self._commit(one, finish.tokens.tolist(), finish.verified, finish.steps)
+        self._commit(one, tokens.tolist(), finish.verified, finish.steps)
         if finish.learn and one.learn:
             self.learned.setdefault(one.request_id, one.text)
         return True

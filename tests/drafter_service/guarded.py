@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from drafter_service.auth.callers import AccessControl, Right, sha256_of
+from drafter_service.auth.callers import Right, access_control, sha256_of
 from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.auth.listening import listen
+from drafter_service.server.calls import answering
 from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address
 
@@ -41,7 +42,7 @@ class Guarded:
     """A running service with one method for each right; each returns the caller's name."""
 
     def __init__(self, config, address, clock):
-        self.control = AccessControl(config, clock=clock)
+        self.control = access_control(config, clock=clock)
         self.clock = clock
         self.config = config
         self.address = Address.parse(address)
@@ -78,7 +79,7 @@ class Guarded:
 
     def _method(self, right):
         async def answer(request, context):
-            async with self.control.authorize(context) as authorized:
+            async with answering(self.control, context) as authorized:
                 authorized.require(right, request.decode())
                 return authorized.caller.name.encode()
 

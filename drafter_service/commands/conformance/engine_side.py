@@ -25,7 +25,7 @@ from drafter_service.commands.conformance.sequences import (
     Sequence,
     SequenceRules,
 )
-from drafter_service.server.requests import FinishedSequence, StartedSequence, read_finish, read_start
+from drafter_service.server.requests import StartedSequence, read_finish, read_start
 from drafter_service.server.session import error_response
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
@@ -147,7 +147,7 @@ class EngineChecker:
             self._check_hello(stream, request)
             vocab_size = stream.vocab_size
             starts = [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
-            finishes = [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
+            ends = [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
             batch = read_batch(request.batch, vocab_size) if request.HasField("batch") else None
             rows = [] if batch is None else rows_of(batch)
             event = self._event(stream, rows)
@@ -160,7 +160,8 @@ class EngineChecker:
             # The order that the protocol defines.
             for start in starts:
                 self.start(stream, start)
-            lost = [each.sequence_id for each in finishes if not self.finish(stream, each)]
+            finishes = zip(request.finishes, ends, strict=True)
+            lost = [each.sequence_id for each, tokens in finishes if not self.finish(stream, each, tokens)]
             paths = [self.draft(stream, row) for row in rows]
             lost += [row.sequence_id for row, path in zip(rows, paths, strict=True) if path is None]
             if batch is not None:
@@ -239,11 +240,12 @@ class EngineChecker:
 
     def start(self, stream: EngineStream, start: StartedSequence) -> None:
         """Start a sequence, which may be one that must start again."""
-        if start.sequence_id in stream.running:
-            self.checks.fail("starts", f"sequence {start.sequence_id} started while it was running")
+        sequence_id, request_id = start.message.sequence_id, start.message.request_id
+        if sequence_id in stream.running:
+            self.checks.fail("starts", f"sequence {sequence_id} started while it was running")
             return
-        prompt, request_id = (*start.hints.tolist(), *start.prompt.tolist()), start.request_id or ""
-        committed = start.committed.tolist()
+        hints, text, committed = (start.texts[name].tolist() for name in ("hints", "prompt", "committed"))
+        prompt = (*hints, *text)
         missing = [each for each in self._missing if (each.prompt, each.request_id) == (prompt, request_id)]
         if missing:
             sequence = missing[0]
@@ -251,13 +253,13 @@ class EngineChecker:
             self._rules.restart(sequence, committed)
         else:
             scenario = self._rules.assign(prompt) if not committed else Scenario.RIGHT
-            sequence = Sequence(start.sequence_id, prompt, request_id, scenario, committed)
-        sequence.sequence_id, sequence.draft = start.sequence_id, []
-        stream.running[start.sequence_id] = sequence
-        stream.lost.discard(start.sequence_id)
+            sequence = Sequence(sequence_id, prompt, request_id, scenario, committed)
+        sequence.sequence_id, sequence.draft = sequence_id, []
+        stream.running[sequence_id] = sequence
+        stream.lost.discard(sequence_id)
         self.checks.see("starts")
 
-    def finish(self, stream: EngineStream, finish: FinishedSequence) -> bool:
+    def finish(self, stream: EngineStream, finish: pb.Finish, tokens: np.ndarray) -> bool:
         """End a sequence; return whether it was running."""
         sequence = stream.running.pop(finish.sequence_id, None)
         if sequence is None:
@@ -265,7 +267,7 @@ class EngineChecker:
             for missing in self._missing:
                 missing.is_over |= missing.sequence_id == finish.sequence_id
             return False
-        self._rules.commit(sequence, finish.tokens.tolist(), finish.verified, finish.steps)
+        self._rules.commit(sequence, tokens.tolist(), finish.verified, max(1, finish.steps))
         self.checks.see("finishes")
         self._rules.end(sequence)
         return True

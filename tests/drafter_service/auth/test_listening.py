@@ -12,7 +12,7 @@ from drafter_service.auth.listening import check_exposure, listen
 from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address
 from ssd.errors import UserError
-from tests.drafter_service.guarded import guarded, run
+from tests.drafter_service.guarded import run
 
 TLS = {"certificate": Path("c"), "key": Path("k")}
 LOCAL = ["127.0.0.1:1", "127.8.9.1:1", "[::1]:1", "localhost:1", "LOCALHOST:0", "unix:/run/ssd.sock"]
@@ -62,23 +62,6 @@ def test_the_host_of_an_address_must_resolve(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(UserError, match=r"cannot listen at .*: Name or service not known; check the host"):
         Address.parse("nowhere.example:1").check_bindable()
-
-
-@pytest.mark.parametrize("mode", ["0600", "0660", "0666"])
-def test_unix_socket_has_the_configured_mode(mode, socket_address):
-    @run
-    async def check():
-        before = os.umask(0o022)
-        try:
-            async with guarded(AccessConfig(socket_mode=mode), socket_address) as service:
-                status = service.address.socket_path.stat()
-                assert stat.S_IMODE(status.st_mode) == int(mode, 8)
-                assert await service.call() == "everybody"
-            assert os.umask(0o022) == 0o022
-        finally:
-            os.umask(before)
-
-    check()
 
 
 def test_unix_socket_belongs_to_the_owner_from_the_start(socket_address):

@@ -22,7 +22,7 @@ def test_entry_accepts_the_token(tmp_path):
     assert secret not in made.stderr
     callers = tmp_path / "callers.toml"
     callers.write_text(made.stderr)
-    caller = read_callers(callers, certificates=False).with_token(sha256_of(secret))
+    caller = read_callers(callers, certificates=False).identify(sha256_of(secret), ())
     assert (caller.name, caller.namespaces, caller.rights) == (
         'team "A" ü',
         ("a-*", "shared"),

@@ -11,9 +11,8 @@ import numpy as np
 import structlog
 
 from drafter_service.replication.events import Event, Kind
-from drafter_service.replication.reader import Reader
 from drafter_service.replication.redis_stream import OLDEST, RedisStream, connect
-from drafter_service.replication.shared_log import NamespaceLog
+from drafter_service.replication.shared_log import NamespaceLog, Reader
 
 TIMEOUT_S = 30.0
 

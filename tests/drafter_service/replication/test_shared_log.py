@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from drafter_service.replication import reader, redis_stream, shared_log
+from drafter_service.replication import redis_stream, shared_log
 from drafter_service.replication.events import NO_TOKENS, Event, Kind, decode
 from drafter_service.replication.redis_stream import OLDEST, LogPosition, RedisStream, connect
 from drafter_service.replication.replicated import ReplicatedNamespace
@@ -129,26 +129,6 @@ async def test_new_replica_reads_from_its_position(log):
 
 
 @run
-async def test_restarted_replica_reads_its_own_earlier_entries(log):
-    """The replica's snapshot may be older than the entries that it published."""
-    async with replicas_of(log, 1) as (before,):
-        await before.publish(request("a"))
-    async with replicas_of(log, 1) as (after,):
-        after.read()
-        await after.has(1)
-
-
-@run
-async def test_order_of_forgetting_and_learning_is_kept(log):
-    async with replicas_of(log, 2) as (one, two):
-        two.read()
-        await one.publish(request("a"), forgotten("a", 2.0), request("a", time=3.0), request("b", time=3.0))
-        await two.has(4)
-        kinds = [Kind.FINISHED, Kind.FORGOTTEN, Kind.FINISHED, Kind.FINISHED]
-        assert [(event.kind, event.time) for event in two.taken] == [*zip(kinds, [1.0, 2.0, 3.0, 3.0], strict=True)]
-
-
-@run
 async def test_what_was_forgotten_is_not_learned_from_entries_that_are_read_or_written_later(log):
     client = connect(log.url)
     stream, text = RedisStream(client, log.prefix, "namespace"), np.ones(3, np.uint32)
@@ -245,8 +225,8 @@ async def test_trimmed_position_is_a_gap(log):
 
 @run
 async def test_reader_notices_trimming_beyond_its_position(log, monkeypatch):
-    monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
-    monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 1)
+    monkeypatch.setattr(shared_log, "LAG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(shared_log, "ENTRIES_AT_ONCE", 1)
     async with replicas_of(log, 2) as (one, two):
         two.read()
         two.may_take.clear()
@@ -292,7 +272,7 @@ async def test_log_size_is_bounded(log, monkeypatch):
 
 @run
 async def test_reader_waits_for_learning(log, monkeypatch):
-    monkeypatch.setattr(reader, "ENTRIES_AT_ONCE", 2)
+    monkeypatch.setattr(shared_log, "ENTRIES_AT_ONCE", 2)
     async with replicas_of(log, 2) as (one, two):
         for number in range(10):
             await one.publish(request(str(number)))
@@ -372,7 +352,7 @@ async def test_exceptions_of_the_consumer_end_the_reader(log):
 @run
 async def test_reader_can_be_cancelled(log, monkeypatch):
     """A reader can be cancelled at any await."""
-    monkeypatch.setattr(reader, "LAG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(shared_log, "LAG_INTERVAL_S", 0.0)
     async with replicas_of(log, 1) as (one,):
         for number in range(40):
             await one.publish(request(str(number)))

@@ -3,12 +3,13 @@
 import asyncio
 import sys
 import traceback
-from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 import structlog
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.client import Pipeline
 
 from drafter_service.replication import redis_stream, shared_log
 from drafter_service.replication.events import Event, Kind
@@ -42,48 +43,19 @@ def events_of(lines):
     return [line["event"] for line in lines]
 
 
-class Proxy:
-    """A proxy of Redis. It drops the answer to the next request that contains `loses_answer_to`, and disconnects."""
+def lose_answer(monkeypatch, kind, method):
+    """Let the next call of a method of redis-py fail after Redis has done it; return the list of lost answers."""
+    own, lost = getattr(kind, method), []
 
-    def __init__(self, port):
-        self.loses_answer_to: bytes | None = None
-        self.lost = 0
-        self._port = port
-        self._server: asyncio.Server | None = None
+    async def fails_once(self, *given, **options):
+        answer = await own(self, *given, **options)
+        if answer and not lost:
+            lost.append(answer)
+            raise ConnectionError
+        return answer
 
-    @property
-    def url(self):
-        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    @asynccontextmanager
-    async def running(self):
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        try:
-            yield self
-        finally:
-            self._server.close()
-
-    async def _serve(self, reader, writer):
-        from_redis, to_redis = await asyncio.open_connection("127.0.0.1", self._port)
-        loses = asyncio.Event()
-
-        async def requests():
-            while data := await reader.read(1 << 20):
-                if self.loses_answer_to is not None and self.loses_answer_to in data:
-                    self.loses_answer_to = None
-                    loses.set()
-                to_redis.write(data)
-            to_redis.close()
-
-        async def answers():
-            while data := await from_redis.read(1 << 20):
-                if loses.is_set():
-                    self.lost += 1
-                    break
-                writer.write(data)
-            writer.close()
-
-        await asyncio.gather(requests(), answers(), return_exceptions=True)
+    monkeypatch.setattr(kind, method, fails_once)
+    return lost
 
 
 @run
@@ -97,19 +69,15 @@ async def test_a_redis_that_does_not_answer_is_reported_at_the_start(logged):
 
 
 @run
-async def test_request_is_rewritten_after_a_lost_answer_and_learned_once(logged):
+async def test_request_is_rewritten_after_a_lost_answer_and_learned_once(logged, monkeypatch):
     with running_redis() as server, Redis.from_url(server.url) as client:
-        async with (
-            Proxy(server.port).running() as proxy,
-            replicas(proxy.url, 1) as (one,),
-            replicas(server.url, 1) as (two,),
-        ):
+        async with replicas(server.url, 2) as (one, two):
             two.read()
             await one.publish(request("a"))
-            proxy.loses_answer_to = b"XADD"
+            lost = lose_answer(monkeypatch, Pipeline, "execute")
             await one.publish(request("b"), forgotten("b", 2.0), request("c"))
             await two.has(7)
-            assert proxy.lost == 1
+            assert len(lost) == 1
             assert client.xlen(KEY) == 3
             # The events are read twice; a namespace learns a name once, and not what was forgotten.
             read = [(event.kind, event.request) for event in two.taken[1:]]
@@ -120,18 +88,14 @@ async def test_request_is_rewritten_after_a_lost_answer_and_learned_once(logged)
 
 
 @run
-async def test_reader_misses_nothing_after_a_lost_answer():
+async def test_reader_misses_nothing_after_a_lost_answer(monkeypatch):
     with running_redis() as server:
-        async with (
-            Proxy(server.port).running() as proxy,
-            replicas(server.url, 1) as (one,),
-            replicas(proxy.url, 1) as (two,),
-        ):
-            proxy.loses_answer_to = b"XREAD"
+        async with replicas(server.url, 2) as (one, two):
+            lost = lose_answer(monkeypatch, AsyncRedis, "xread")
             two.read()
             await one.publish(request("a"))
             await two.has(1)
-            assert proxy.lost == 1
+            assert len(lost) == 1
             assert two.names == ["a"]
 
 

@@ -91,6 +91,15 @@ def draft_of(namespace, context, limit=3):
     return tokens
 
 
+def raising(problem):
+    """Return a function that raises an exception."""
+
+    def fail(*_, **__):
+        raise problem
+
+    return fail
+
+
 def blocked_writes(monkeypatch):
     """Block the writing of snapshots until the returned event is set; the returned semaphore counts attempts."""
     may_write, begun = threading.Event(), threading.Semaphore(0)

@@ -13,10 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from drafter_service.auth.callers import AuthorizedCall
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.admin import Admin
+from drafter_service.server.admin import TEXTS_PER_TURN, Admin, learn
 from drafter_service.server.namespace import ClosedError
 from drafter_service.server.namespaces import Namespaces
-from drafter_service.server.shadow import TEXTS_PER_TURN, learn
 from drafter_service.settings.tree import ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack

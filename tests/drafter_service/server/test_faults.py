@@ -20,18 +20,15 @@ import pytest
 from hypothesis import settings
 
 from drafter_service.client import DrafterClient
-from drafter_service.commands.conformance.simulated_engine import grpc_call
 from drafter_service.server.server import Housekeeping
-from drafter_service.settings.tree import AccessConfig, ServiceConfig, SnapshotsConfig
+from drafter_service.settings.tree import ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.snapshot import load
-from tests.certificates import Authority
 from tests.drafter_service.fake_server import draft_of
 from tests.drafter_service.guarded import run
 from tests.drafter_service.random_faults import Sidecar
 from tests.drafter_service.raw import (
     TIMEOUT_S,
-    Stream,
     batch,
     connected,
     counted,
@@ -43,7 +40,7 @@ from tests.drafter_service.raw import (
     start,
     texts,
 )
-from tests.servers import served, serving
+from tests.servers import served
 from tests.strategies import array
 
 IS_SOAK = settings().max_examples > settings.get_profile("project").max_examples
@@ -341,39 +338,6 @@ def test_a_client_that_reads_no_responses_is_not_read_from(service, caller):
         assert not other.exchange().HasField("error")
     assert resident_bytes(service.process) - before < 20 * MB
     assert len(drafted(stream.read(), 64)) == 32
-
-
-# Certificates.
-
-
-def test_only_valid_certificates_connect(tmp_path):
-    ours, other = Authority(tmp_path), Authority(tmp_path, "other")
-    pair = ours.server()
-    callers = tmp_path / "callers.toml"
-    callers.write_text('[[caller]]\nname = "a"\ncertificate = "engine"\nnamespaces = ["a"]\nrights = ["read"]\n')
-    access = AccessConfig(pair.certificate, pair.key, ours.certificate, callers)
-    with serving(listen="127.0.0.1:0", access=access) as address:
-
-        def code_of(client, namespace="a"):
-            """Return the status of a stream with a client's certificate; None if it is served."""
-            key, chain = (client.key.read_bytes(), client.certificate.read_bytes()) if client else (None, None)
-            credentials = grpc.ssl_channel_credentials(ours.certificate.read_bytes(), key, chain)
-            with connected(address, credentials=credentials) as caller:
-                stream = Stream(grpc_call(caller.channel, ()))
-                stream.send(hello=hello(namespace))
-                try:
-                    assert stream.read().welcome.namespace == namespace
-                except grpc.RpcError as error:
-                    return error.code().name
-                finally:
-                    stream.cut()
-            return None
-
-        assert code_of(ours.client("engine")) is None
-        assert code_of(ours.client("engine"), namespace="b") == "PERMISSION_DENIED"
-        assert code_of(ours.client("stranger")) == "UNAUTHENTICATED"
-        assert code_of(other.client("engine")) == "UNAVAILABLE"
-        assert code_of(None) == "UNAVAILABLE"
 
 
 # Random faults.

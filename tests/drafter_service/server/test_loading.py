@@ -19,7 +19,7 @@ from drafter_service.server.disk import DiskThreads, LoadError
 from ssd.corpus import sections, snapshot
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import connected, counted, eventually
-from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened
+from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened, raising
 from tests.servers import served
 
 PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EROFS]
@@ -36,55 +36,25 @@ async def saved(folder):
     return contents(folder)
 
 
-def fail(problem):
-    def fails(*_, **__):
-        raise problem
-
-    return fails
-
-
-def at_open(patch, problem):
-    patch.setattr(Path, "open", fail(problem))
-
-
-def at_description(patch, problem):
-    patch.setattr(Path, "read_bytes", fail(problem))
-
-
-def at_stat(patch, problem):
-    patch.setattr(Path, "stat", fail(problem))
-
-
-def at_thread(patch, problem):
-    patch.setattr(threading.Thread, "start", fail(problem))
-
-
-def in_the_middle(patch, problem):
-    read = sections._read_section
-    calls = iter(range(3))
-    patch.setattr(sections, "_read_section", lambda *given: read(*given) if next(calls, None) else fail(problem)())
-
-
-def in_the_corpus(patch, problem):
-    patch.setattr(snapshot, "Corpus", fail(problem))
+EIO = OSError(errno.EIO, "Input/output error")
 
 
 @pytest.mark.parametrize(
-    ("where", "problem"),
-    [(at_open, OSError(code, os.strerror(code))) for code in PASSING]
-    + [(where, OSError(errno.EIO, "Input/output error")) for where in (at_description, at_stat, in_the_middle)]
-    + [(where, MemoryError()) for where in (in_the_middle, in_the_corpus)]
-    + [(in_the_corpus, OSError(errno.ENOMEM, "Cannot allocate memory")), (at_thread, RuntimeError("no more threads"))],
-    ids=lambda given: getattr(given, "__name__", None) or repr(given),
+    ("where", "what", "problem"),
+    [(Path, "open", OSError(code, os.strerror(code))) for code in PASSING]
+    + [(Path, "read_bytes", EIO), (Path, "stat", EIO), (sections, "_read_section", EIO)]
+    + [(sections, "_read_section", MemoryError()), (snapshot, "Corpus", MemoryError())]
+    + [(threading.Thread, "start", RuntimeError("no more threads"))],
+    ids=repr,
 )
 @run
-async def test_a_passing_error_leaves_the_files_and_reaches_the_caller(tmp_path, monkeypatch, where, problem):
+async def test_a_passing_error_leaves_the_files_and_reaches_the_caller(tmp_path, monkeypatch, where, what, problem):
     monkeypatch.setattr(module, "RETRY_S", 0.0)
     before = await saved(tmp_path)
     async with opened(tmp_path) as namespaces:
         for _ in range(3):
             with monkeypatch.context() as patch:
-                where(patch, problem)
+                patch.setattr(where, what, raising(problem))
                 with pytest.raises(LoadError, match="not ready: namespace 'a' cannot be loaded now: "):
                     await learned(namespaces, "a", [5, 6, 7, 8])
         assert (namespaces.failed_loads, namespaces.loaded, namespaces._reserved) == (3, {}, {})
@@ -100,7 +70,7 @@ async def test_attempts_to_load_do_not_unload_others_again_and_again(tmp_path, m
     await saved(tmp_path)
     async with opened(tmp_path, fit=1) as namespaces:
         with monkeypatch.context() as patch:
-            at_open(patch, OSError(errno.EIO, "Input/output error"))
+            patch.setattr(Path, "open", raising(EIO))
             with pytest.raises(LoadError, match="Input/output error"):
                 await learned(namespaces, "a")
         idle = await learned(namespaces, "b", [1, 2])
@@ -192,10 +162,10 @@ async def test_a_cancelled_load_keeps_its_reservation_and_the_next_caller_waits_
 
 @run
 async def test_a_caller_does_not_wait_longer_than_the_limit_for_a_load_or_the_folder(tmp_path, monkeypatch):
+    await saved(tmp_path)
     may_load, begun = blocked_loads(monkeypatch)
     monkeypatch.setattr(module, "DISK_LIMIT_S", 0.05)
     monkeypatch.setattr(module, "DISK_BYTES_PER_S", 1e12)
-    await saved(tmp_path)
     async with opened(tmp_path) as namespaces:
         for _ in range(3):
             with pytest.raises(LoadError, match="it takes longer than"):

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from drafter_service.replication.events import Event, Kind
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
-from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.requests import hash_of, id_of_hash
 from tests.drafter_service.guarded import Clock
 from tests.drafter_service.raw import batch, drafted, finish, start
-from tests.drafter_service.server.opened_namespaces import draft_of, still_namespace
+from tests.drafter_service.server.opened_namespaces import answered, draft_of, still_namespace
 from tests.strategies import array
 
 
@@ -54,36 +53,21 @@ def test_a_name_is_learned_once_until_it_is_forgotten(namespace, clock):
     assert [event.kind for event in published] == kinds
 
 
-def test_text_from_the_log_has_its_time_and_is_not_published_again(namespace, clock):
-    published = []
-    namespace.publish = published.append
-    assert namespace.learn(array([1, 2, 3, 4]), "r", finished_at=clock.now - 10, is_from_log=True)
-    assert not namespace.learn(array([1, 2, 3, 4]), "r", finished_at=clock.now, is_from_log=True)
-    assert namespace.duplicates == 0
-    namespace.forget_before(clock.now - 5, is_from_log=True)
-    namespace.corpus.refresh()
-    assert namespace.corpus.requests == 0
-    assert namespace.learn(array([1, 2, 3, 4]), "r", finished_at=clock.now, is_from_log=True)
-    namespace.forget("r", logged_at=clock.now)
-    namespace.corpus.refresh()
-    assert namespace.corpus.requests == 0
-    assert published == []
-    # A sidecar whose clock is ahead has told all to forget.
-    namespace.forget_before(clock.now + 9, is_from_log=True)
-    assert not namespace.learn(array([1, 2, 3, 4]), "late", finished_at=clock.now + 8, is_from_log=True)
-
-
 EVENTS = [Event(kind, time, name) for kind in Kind for time in (0.0, 1.0, 2.0, 3.0) for name in "ab"]
 
 
 @given(st.lists(st.sampled_from(EVENTS), min_size=6, max_size=12))
 def test_text_from_the_log_is_learned_unless_an_earlier_event_forgets_it(events):
-    with still_namespace() as namespace:
-        check_events(namespace, events)
+    with still_namespace(clock=lambda: 1000.0) as namespace:
+        known, published = {}, []
+        namespace.publish = published.append
+        check_events(namespace, events, known)
+        namespace.corpus.refresh()
+        assert {name for name in "ab" if namespace.has_learned(name)} == known.keys()
+        assert (namespace.corpus.requests, namespace.duplicates, published) == (len(known), 0, [])
 
 
-def check_events(namespace, events):
-    known = {}
+def check_events(namespace, events, known):
     for index, (kind, time, name, *_) in enumerate(events):
         match kind:
             case Kind.FINISHED:
@@ -94,13 +78,14 @@ def check_events(namespace, events):
                 )
                 is_learned = namespace.learn(array([1, 2]), name, finished_at=time, is_from_log=True)
                 assert is_learned == (not is_forgotten and name not in known)
-                known |= {name: time} if is_learned else {}
+                known.update({name: time} if is_learned else {})
             case Kind.FORGOTTEN:
                 namespace.forget(name, logged_at=time)
                 known.pop(name, None)
             case _:
                 namespace.forget_before(time, is_from_log=True)
-                known = {name: learned_at for name, learned_at in known.items() if learned_at >= time}
+                for old in [name for name, learned_at in known.items() if learned_at < time]:
+                    del known[old]
 
 
 def test_only_the_newest_forgotten_names_are_kept(namespace, monkeypatch):
@@ -176,22 +161,18 @@ def test_the_time_in_the_shared_log_is_finite(namespace, clock):
 SECRET = 4000
 
 
-def send(session, **fields):
-    return session.answer(pb.DraftRequest(**fields), may_learn=True)
-
-
 def with_secret(namespace, **fields):
     """Return a session whose sequence 1 has produced a token that was not among the candidates of its draft."""
     session = Session(namespace, Limits(sequences=1))
-    send(session, starts=[start(1, [1], request_id="mine", **fields)], batch=batch({1: ()}))
-    send(session, batch=batch({1: [SECRET]}))
+    answered(session, starts=[start(1, [1], request_id="mine", **fields)], batch=batch({1: ()}))
+    answered(session, batch=batch({1: [SECRET]}))
     return session
 
 
 def is_secret_drafted(namespace):
     """Return whether another stream is offered what `with_secret` produced, after text that occurs nowhere else."""
     session = Session(namespace, Limits())
-    tokens = drafted(send(session, starts=[start(1, [60], learn=False)], batch=batch({1: ()}, cost=1e-6)))
+    tokens = drafted(answered(session, starts=[start(1, [60], learn=False)], batch=batch({1: ()}, cost=1e-6)))
     session.close()
     return any(token >= SECRET for token in tokens)
 
@@ -205,19 +186,17 @@ def test_fallback_tokens_of_a_running_request_are_forgotten(namespace, shadow, f
     namespace.corpus.refresh()
     assert not is_secret_drafted(namespace)
     # The request continues.
-    send(session, batch=batch({1: [SECRET + 1]}))
+    answered(session, batch=batch({1: [SECRET + 1]}))
     assert not is_secret_drafted(namespace)
-    send(session, finishes=[finish(1, [SECRET + 2])])
+    answered(session, finishes=[finish(1, [SECRET + 2])])
     namespace.corpus.refresh()
     assert not is_secret_drafted(namespace)
-    session.close()
 
 
 @pytest.mark.parametrize("forget", [lambda one: one.forget("mine"), lambda one: one.forget_before(float("inf"))])
 def test_fallback_tokens_of_a_finished_request_are_forgotten(namespace, forget):
     session = with_secret(namespace)
-    send(session, finishes=[finish(1)])
-    session.close()
+    answered(session, finishes=[finish(1)])
     namespace.corpus.refresh()
     assert is_secret_drafted(namespace)
     forget(namespace)
@@ -232,9 +211,9 @@ def test_fallback_tokens_of_a_request_that_is_not_remembered_are_forgotten(names
     assert is_secret_drafted(namespace)
     match end:
         case "canceled":
-            send(session, finishes=[finish(1, learn=False)])
+            answered(session, finishes=[finish(1, learn=False)])
         case "dropped":
-            send(session, starts=[start(2, [1])])
+            answered(session, starts=[start(2, [1], shadow=shadow)])
         case "disconnected":
             session.close()
         case "unloaded":
@@ -243,6 +222,5 @@ def test_fallback_tokens_of_a_request_that_is_not_remembered_are_forgotten(names
 
 
 def test_fallback_tokens_of_a_private_request_are_not_drafted(namespace):
-    session = with_secret(namespace, learn=False)
+    with_secret(namespace, learn=False)
     assert not is_secret_drafted(namespace)
-    session.close()

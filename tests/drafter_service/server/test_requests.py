@@ -18,7 +18,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, pack
 from ssd.budget.padding import Padding
 from ssd.corpus.rollout import Rollout
-from tests.drafter_service.raw import finish, start, texts
+from tests.drafter_service.raw import start, texts
 from tests.strategies import array
 
 LONG_NAME = "n" * (MAX_NAME_BYTES + 1)
@@ -34,21 +34,14 @@ def test_the_shapes_that_an_engine_pads_to_are_read():
 
 
 def test_a_start_is_read():
-    read = read_start(start(7, [1, 2], session_id="s", request_id="r", committed=pack(array([3]), "u4")), 0)
-    assert (read.sequence_id, read.prompt.tolist(), read.committed.tolist()) == (7, [1, 2], [3])
-    assert (read.session_id, read.request_id, read.learn) == ("s", "r", True)
-    rollout = read_start(pb.Start(rollout=pb.Rollout(group="problem", version=3), seed=-5), 0)
-    assert (rollout.rollout, rollout.seed) == (Rollout("problem", 3), -5)
-    bare = read_start(pb.Start(), 0)
-    assert (bare.rollout, bare.seed) == (None, None)
-    assert (bare.session_id, bare.request_id, bare.learn, len(bare.prompt)) == (None, None, False, 0)
-
-
-def test_a_finish_is_read():
-    read = read_finish(finish(7, [1], learn=False, verified=3, steps=4), 0)
-    assert (read.sequence_id, read.tokens.tolist(), read.learn) == (7, [1], False)
-    assert (read.verified, read.steps) == (3, 4)
-    assert read_finish(pb.Finish(), 0).steps == 1
+    read = read_start(start(7, [1, 2], committed=pack(array([3]), "u4"), rollout=pb.Rollout(group="a", version=3)), 0)
+    assert {name: text.tolist() for name, text in read.texts.items()} == {
+        "prompt": [1, 2],
+        "hints": [],
+        "committed": [3],
+    }
+    assert (read.size, read.rollout) == (3, Rollout("a", 3))
+    assert read_start(pb.Start(), 0).rollout is None
 
 
 @pytest.mark.parametrize(
@@ -88,12 +81,12 @@ def with_prompts(lengths, message):
 
 def test_texts_are_read():
     read = read_texts(texts([1, 2], [], [3], names=["a", "", "b"]), vocab_size=4)
-    assert [read.text(index).tolist() for index in range(len(read))] == [[1, 2], [], [3]]
-    assert read.request_ids == ["a", None, "b"]
-    assert read_texts(texts([1]), vocab_size=0).request_ids == [None]
-    assert read_texts(texts([1]), vocab_size=0).prompt_lengths is None
-    assert read_texts(with_prompts([1, 0], texts([1, 2], [3])), vocab_size=0).prompt_lengths == [1, 0]
-    assert len(read_texts(texts(), vocab_size=0)) == 0
+    assert [(each.tokens.tolist(), each.request_id) for each in read] == [([1, 2], "a"), ([], None), ([3], "b")]
+    [one] = read_texts(texts([1]), vocab_size=0)
+    assert (one.request_id, one.prompt_length) == (None, None)
+    both = read_texts(with_prompts([1, 0], texts([1, 2], [3])), vocab_size=0)
+    assert [each.prompt_length for each in both] == [1, 0]
+    assert not [*read_texts(texts(), vocab_size=0)]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +121,7 @@ def test_any_texts_are_read_or_refused(tokens, offsets, names):
         read = read_texts(pb.Texts(tokens=tokens, offsets=offsets, request_ids=names), vocab_size=1 << 31)
     except WireError:
         return
-    assert sum(len(read.text(index)) for index in range(len(read))) == len(tokens) // 4
+    assert sum(len(each.tokens) for each in read) == len(tokens) // 4
 
 
 @st.composite

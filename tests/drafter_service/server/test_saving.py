@@ -17,6 +17,7 @@ from tests.drafter_service.server.opened_namespaces import (
     draft_of,
     learned,
     opened,
+    raising,
 )
 from tests.strategies import array
 
@@ -46,15 +47,12 @@ async def test_a_saved_namespace_is_restored_after_a_restart(tmp_path):
 
 @run
 async def test_a_namespace_that_cannot_be_saved_stays_loaded_and_is_counted(tmp_path, monkeypatch):
-    def fails(*_):
-        raise OSError(28, "No space left on device")
-
     async with opened(tmp_path, fit=1) as namespaces:
         namespace = await learned(namespaces, "a", [1, 2, 3, 4])
         await namespaces.save(namespace)
         namespace.learn(array([1, 2, 3, 9, 9]), None)
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_write", fails)
+            patch.setattr(module, "_write", raising(OSError(28, "No space left on device")))
             with pytest.raises(MemoryLimitError, match=r"no idle namespace can be saved .* No space left"):
                 await learned(namespaces, "b")
             await namespaces.unload_idle(0)

@@ -45,11 +45,14 @@ def send(session, *, may_learn=True, **fields):
 
 def sizes_of(session):
     """Return the number of tokens of each sequence."""
-    drafter, shadow = session._drafter, session._shadow
-    sizes = {sequence_id: drafter.running.size_of(sequence_id) for sequence_id in drafter.running.ids}
-    sizes |= {sequence_id: shadow.size_of(sequence_id) for sequence_id in session._withheld}
+    sizes = sizes_in(session._drafter)
     assert session._tokens == sum(sizes.values())
     return sizes
+
+
+def sizes_in(drafter):
+    waiting_of = drafter.waiting_of if isinstance(drafter, ShadowDrafter) else lambda _: 0
+    return {each: drafter.running.size_of(each) + waiting_of(each) for each in drafter.running.ids}
 
 
 def refused(response, message):
@@ -74,12 +77,8 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     no_draft = "finishes[0].verified is 1; the sequence's last draft had 0 tokens"
     assert refused(send(session, finishes=[finish(1, verified=1)]), no_draft)
     assert refused(send(session, starts=[start(2, [1])], finishes=[finish(2, verified=1)]), no_draft)
-    for cost in (0.0, -1.0, 1.5, float("nan"), float("inf")):
-        assert refused(send(session, batch=batch({1: ()}, cost=cost)), "greater than 0 and at most 1")
     bad_prompt = pb.Start(sequence_id=2, prompt=b"12345")
     assert refused(send(session, starts=[bad_prompt]), "starts[0].prompt has 5 bytes")
-    bad_tokens = pb.Finish(sequence_id=1, tokens=b"\xff\xff\xff\xff")
-    assert refused(send(session, finishes=[bad_tokens]), "finishes[0].tokens holds the token id 4294967295")
     crowd = pb.Batch(sequence_ids=bytes(8 * (MAX_FIELDS + 1)))
     assert refused(send(session, batch=crowd), f"batch.sequence_ids has {MAX_FIELDS + 1} elements")
     # Sequence 1 still runs, and the others were not started.
@@ -101,14 +100,12 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         self.namespace, self.corpus = self.opened.__enter__(), StillCorpus(CONFIG.capacity, CONFIG.match_depth)
         self.stats, self.withheld_stats = Stats(), Stats()
         self.scored = self.offered = self.batches = 0
-        self.connect()
+        self.connect(shadow=False)
 
-    def connect(self):
+    def connect(self, shadow):
         self.session = Session(self.namespace, Limits())
-        self.drafter = SuffixDrafter(CONFIG, corpus=self.corpus, stats=self.stats)
-        withheld = SuffixDrafter(CONFIG, corpus=self.corpus, stats=self.withheld_stats, curve=self.drafter.budget.curve)
-        self.shadow = ShadowDrafter(withheld)
-        self.running, self.withheld = set(), set()
+        kind, stats = (ShadowDrafter, self.withheld_stats) if shadow else (SuffixDrafter, self.stats)
+        self.drafter, self.shadow, self.running = kind(CONFIG, corpus=self.corpus, stats=stats), shadow, set()
 
     def send(self, **fields):
         response = send(self.session, **fields)
@@ -118,37 +115,30 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
     @rule(
         ids=st.sets(IDS, max_size=3),
         prompt=TOKENS,
-        shadow=st.booleans(),
         learn=st.booleans(),
         ends=st.booleans(),
         may_learn=st.booleans(),
     )
-    def start(self, ids, prompt, shadow, learn, ends, may_learn):
+    def start(self, ids, prompt, learn, ends, may_learn):
         new = sorted(ids - self.running)
         finishes = [finish(each, [1, 2]) for each in new] if ends else []
-        starts = [start(each, prompt, learn, shadow=shadow, session_id="s" if learn else "") for each in new]
+        starts = [start(each, prompt, learn, shadow=self.shadow, session_id="s" if learn else "") for each in new]
         self.send(starts=starts, finishes=finishes, may_learn=may_learn)
         for each in new:
-            drafter = self.shadow if shadow else self.drafter
-            drafter.start(each, array(prompt), learn=learn and may_learn, session_id="s" if learn else None)
+            self.drafter.start(each, array(prompt), learn=learn and may_learn, session_id="s" if learn else None)
         self.running |= {*new}
-        self.withheld |= {*new} if shadow else set()
         if ends:
             self.end(new, [1, 2], 0, 1, learn=may_learn)
 
     def end(self, ids, tokens, verified, steps, *, learn):
         for each in [each for each in ids if each in self.running]:
-            if each in self.withheld:
-                self.scored += 1
-                self.shadow.finish(each, array(tokens), learn=learn)
-            else:
-                self.drafter.finish(each, array(tokens), verified=verified, steps=steps, learn=learn)
+            self.scored += self.shadow
+            self.drafter.finish(each, array(tokens), verified=verified, steps=steps, learn=learn)
         self.running -= {*ids}
-        self.withheld -= {*ids}
 
     def most(self, sequence_id):
         """Return the number of tokens of a sequence's draft."""
-        return max(0, int(self.drafter.running.offered_to([sequence_id])[0]))
+        return 0 if self.shadow else max(0, int(self.drafter.running.offered_to([sequence_id])[0]))
 
     @rule(
         sequence_id=IDS,
@@ -183,10 +173,7 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         unknown = [each for each in ends if each not in self.running]
         self.end(ends, [3], 0, 1, learn=True)
         assert lost(response) == unknown + [each for each in chosen if each not in self.running]
-        withheld = [index for index, each in enumerate(chosen) if each in self.withheld]
-        drafted = [index for index, each in enumerate(chosen) if each in self.running - self.withheld]
-        if withheld:
-            self.shadow.advance(part_of(progress, withheld))
+        drafted = [index for index, each in enumerate(chosen) if each in self.running]
         expected = self.drafter.draft(part_of(progress, drafted)).scatter(np.array(drafted, int), len(chosen))
         received = drafts_in(response.drafts, len(chosen))
         self.offered, self.batches = self.offered + len(received.tokens), self.batches + 1
@@ -220,18 +207,15 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         self.namespace.corpus.refresh()
         self.corpus.refresh()
 
-    @rule()
-    def disconnect(self):
+    @rule(shadow=st.booleans())
+    def disconnect(self, shadow):
         self.close_session()
-        self.connect()
+        self.connect(shadow)
 
     def close_session(self):
-        sizes = {each: self.drafter.running.size_of(each) for each in self.running - self.withheld}
-        sizes |= {each: self.shadow.size_of(each) for each in self.withheld}
-        assert sizes_of(self.session) == sizes
+        assert sizes_of(self.session) == sizes_in(self.drafter)
         self.session.close()
         self.drafter.close()
-        self.shadow.drafter.close()
         assert not self.namespace.drafters
 
     def teardown(self):
@@ -264,26 +248,6 @@ def part_of(progress, indices):
 
 TestLikeAnEmbeddedDrafter = LikeAnEmbeddedDrafter.TestCase
 TestLikeAnEmbeddedDrafter.settings = examples(60)
-
-
-def test_use_is_counted_by_engine(namespace):
-    vllm, sglang = Engine("vllm/1", "a"), Engine("sglang/2", "b")
-    first, second = Session(namespace, Limits(), vllm), Session(namespace, Limits(), sglang)
-    send(first, starts=[start(1, [5, 6, 5]), start(2, [6])], batch=batch({1: [], 2: []}, limit=2))
-    several = batch({1: [6, 8], 2: []}, verified=0)
-    several.verified, several.steps = pack(array([2, 0]), "u4"), pack(array([1, 5]), "u4")
-    send(first, batch=several)
-    send(first, finishes=[finish(1, [9, 10, 11], steps=3), finish(2)])
-    send(second, starts=[start(1, [5])], batch=batch({1: [6, 7]}))
-    second.close()
-    uses = namespace.facts().uses
-    assert [*uses] == [vllm, sglang]
-    stats = uses[vllm].stats
-    assert (uses[vllm].streams, uses[vllm].engine_steps) == (1, 2)
-    assert (stats.steps, stats.committed, stats.verified, stats.accepted) == (4, 5, 2, 1)
-    assert uses[vllm].offered >= 2
-    assert (uses[sglang].streams, uses[sglang].stats.steps, uses[sglang].stats.committed) == (0, 1, 2)
-    assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (5, 7, 1)
 
 
 def test_the_engine_that_was_disconnected_for_longest_is_dropped_first(namespace):

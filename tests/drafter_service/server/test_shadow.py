@@ -1,26 +1,25 @@
 """Shadow mode: withheld drafts are scored as if an engine had verified them, apart from all other counters."""
 
 import asyncio
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafter_service.observability.report.build import namespace_report
+from drafter_service.server.admin import SCORED_PER_TURN, learn
 from drafter_service.server.namespace import BURST_S, SHARE, ClosedError, TimeBudget
 from drafter_service.server.session import Session
-from drafter_service.server.shadow import MAX_WAITING, ShadowDrafter, learn
+from drafter_service.server.shadow import MAX_WAITING, ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack
-from ssd.base import LONG_PROMPT
 from ssd.config import DrafterConfig
 from ssd.types import Progress
-from tests.drafter_service.raw import batch, connected, finish, lost, start, texts
+from tests.drafter_service.raw import batch, finish, start, texts
 from tests.drafter_service.server.opened_namespaces import answered, still_namespace
 from tests.replay import accepted_path, drafter_of, progress_of
-from tests.servers import serving
 from tests.strategies import array, examples
 
 CONFIG = DrafterConfig(capacity=50_000, refresh_interval_s=3600)
@@ -42,6 +41,12 @@ def namespace():
 
 def counts(stats):
     return {name: table.tolist() for name, table in stats.counters._asdict().items()}
+
+
+def shadow_of(known, **settings):
+    """Return a drafter that withholds its drafts, over a corpus with some requests."""
+    with drafter_of(known, **settings) as drafter:
+        return ShadowDrafter(drafter.config, corpus=drafter.corpus)
 
 
 def verify(drafter, sequence_id, prompt, output, limit=LIMIT):
@@ -69,65 +74,49 @@ def cut(draw):
 @examples(50)
 @given(cut(), st.sampled_from(["path", "tree"]))
 def test_the_drafter_is_called_as_by_an_engine_that_verifies_drafts(requests, shape):
-    with drafter_of(KNOWN, draft_shape=shape) as one, drafter_of(KNOWN, draft_shape=shape) as other:
-        shadow = ShadowDrafter(one)
+    with shadow_of(KNOWN, draft_shape=shape) as shadow, drafter_of(KNOWN, draft_shape=shape) as other:
         for number, (prompt, pieces) in enumerate(requests):
             verify(other, number, prompt, np.concatenate(pieces))
             shadow.start(number, prompt)
-            shadow.advance(Progress.of_one(number, NO_TOKENS, max_draft=LIMIT))
-            for piece in pieces[:-1]:
-                shadow.advance(Progress.of_one(number, piece, max_draft=LIMIT))
+            for piece in [NO_TOKENS, *pieces[:-1]]:
+                assert not len(shadow.draft(Progress.of_one(number, piece, max_draft=LIMIT)).tokens)
             shadow.finish(number, pieces[-1], learn=True)
-        assert counts(one.stats) == counts(other.stats)
-        assert one.corpus.appended == other.corpus.appended
+        assert counts(shadow.stats) == counts(other.stats)
+        assert shadow.corpus.appended == other.corpus.appended
 
 
-def test_withheld_drafts_have_the_shape_and_the_price_of_the_others(namespace):
+def test_the_drafts_of_all_running_sequences_of_a_stream_are_withheld_or_none(namespace):
     session = Session(namespace, Limits(), draft_shape="tree")
-    answered(session, starts=[start(1, [1]), start(2, [1], shadow=True)])
-    assert [drafter.config.draft_shape for drafter in namespace.drafters] == ["tree", "tree"]
-    assert len({id(drafter.budget.curve) for drafter in namespace.drafters}) == 1
-    session.close()
+    for shadow in (True, False):
+        answered(session, starts=[start(1, [1], shadow=shadow)])
+        mixed = pb.DraftRequest(starts=[start(2, [1], shadow=not shadow)])
+        assert "use a stream for each" in session.answer(mixed, may_learn=True).error.message
+        [drafter] = namespace.drafters
+        assert drafter.config.draft_shape == "tree"
+        assert isinstance(drafter, ShadowDrafter) == shadow
+        answered(session, finishes=[finish(1)])
+    assert namespace.shadow.observed == 1
 
 
 def test_tokens_before_the_first_draft_are_a_step_each():
-    with drafter_of(KNOWN) as drafter:
-        shadow = ShadowDrafter(drafter)
-        shadow.start(1, array(range(10)))
-        shadow.advance(Progress.of_one(1, array([500, 501, 502]), max_draft=LIMIT))
+    with shadow_of(KNOWN) as drafter:
+        drafter.start(1, array(range(10)))
+        drafter.draft(Progress.of_one(1, array([500, 501, 502]), max_draft=LIMIT))
         assert (drafter.stats.steps, drafter.stats.committed) == (3, 3)
 
 
 def test_many_tokens_at_once_are_steps_without_drafts():
-    with drafter_of([range(2 * MAX_WAITING)]) as drafter:
-        shadow = ShadowDrafter(drafter)
-        shadow.start(1, array(range(10)))
-        shadow.advance(Progress.of_one(1, NO_TOKENS, max_draft=LIMIT))
+    with shadow_of([range(2 * MAX_WAITING)]) as drafter:
+        drafter.start(1, array(range(10)))
+        drafter.draft(Progress.of_one(1, NO_TOKENS, max_draft=LIMIT))
         offered = drafter.running.offered()[1]
-        shadow.finish(1, array(range(10, 11 + MAX_WAITING)), learn=False)
+        drafter.finish(1, array(range(10, 11 + MAX_WAITING)), learn=False)
         assert drafter.stats.committed == MAX_WAITING + 1
         assert drafter.stats.accepted == offered > 0
         assert drafter.stats.steps == MAX_WAITING + 1 - offered
 
 
 # --- An engine whose sequences have `shadow` set
-
-
-def test_withheld_drafts_may_come_from_a_long_prompt(namespace):
-    session = Session(namespace, Limits())
-    long = np.arange(10_000, 11_000 + LONG_PROMPT, dtype=np.uint32)
-    answered(session, starts=[start(1, long, shadow=True), start(2, long, shadow=True)], batch=batch({1: (), 2: ()}))
-    answered(session, batch=batch({1: [10_500]}), finishes=[finish(2, [3, 4])])
-    session._shadow.drafter.wait_for_sorting()
-    for token in range(10_501, 10_520):
-        answered(session, batch=batch({1: [token]}))
-    answered(session, finishes=[finish(1)])
-    session.close()
-    shadow = namespace.shadow
-    assert (shadow.observed, shadow.scored) == (2, 2)
-    assert shadow.stats.accepted > 10
-    assert shadow.stats.committed == 22
-    assert namespace.stats.steps == 0
 
 
 @pytest.mark.parametrize("why", ["private", "forgotten", "cancelled", "right"])
@@ -144,16 +133,6 @@ def test_withheld_sequences_are_learned_as_others(namespace, why):
         session.answer(request, may_learn=why != "right")
     assert namespace.corpus.appended == sum(map(len, KNOWN))
     assert namespace.shadow.stats.committed == 3
-    session.close()
-
-
-def test_sequences_beyond_the_limits_are_dropped(namespace):
-    """Those that were not used for longest, whether their drafts are withheld or not."""
-    session = Session(namespace, Limits(sequences=3))
-    answered(session, starts=[start(number, range(10), shadow=number % 2 == 0) for number in range(6)])
-    assert namespace.sequences == 3
-    assert lost(answered(session, batch=batch(dict.fromkeys(range(6), ())))) == [0, 1, 2]
-    session.close()
 
 
 # --- Finished texts with their prompts
@@ -185,8 +164,10 @@ def test_observed_requests_are_scored_before_they_are_learned(namespace):
             twin.corpus.refresh()
         assert counts(namespace.shadow.stats) == counts(twin.stats)
         assert namespace.corpus.appended == twin.corpus.appended, "of a prompt, the end is learned"
-    assert (namespace.shadow.observed, namespace.shadow.scored) == (6, 6)
-    assert namespace.stats.steps == 0
+    report = namespace_report(namespace.facts(), 0.0)
+    assert (report.shadow.observed_requests, report.shadow.scored_requests) == (6, 6)
+    assert report.shadow.drafting.committed == 2 * sum(len(output) for _, output in REQUESTS)
+    assert report.drafting.steps == 0
     assert not namespace.drafters
 
 
@@ -243,44 +224,4 @@ def test_other_tasks_run_while_a_request_is_scored(namespace):
             turns += 1
         return turns
 
-    assert asyncio.run(act()) > 2000 // 32
-
-
-# --- A service
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    address = f"unix:{tmp_path_factory.mktemp('s')}/drafter.sock"
-    with serving(listen=address, drafting=DrafterConfig(capacity=300_000)):
-        yield address
-
-
-def report_of(caller, name):
-    return json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]
-
-
-def test_a_report_separates_withheld_drafts_from_verified_ones(address):
-    with connected(address) as caller:
-        message = requests_message(*REQUESTS)
-        caller.call("Observe", namespace="observed", texts=message)
-        report = report_of(caller, "observed")
-        assert report["drafting"]["steps"] == 0
-        assert (report["shadow"]["observed_requests"], report["shadow"]["scored_requests"]) == (3, 3)
-        assert report["shadow"]["drafting"]["committed"] == sum(len(output) for _, output in REQUESTS)
-        caller.observe("plain", [1, 2, 3])
-        assert report_of(caller, "plain")["shadow"] is None
-
-
-def test_withheld_drafts_come_from_the_own_namespace_alone(address):
-    prompt, output = REQUESTS[0]
-    with connected(address) as caller:
-        caller.observe("theirs", np.concatenate([prompt, output]))
-        stream = caller.stream("mine")
-        stream.exchange(starts=[start(1, prompt, shadow=True)], batch=batch({1: ()}))
-        for token in output:
-            stream.exchange(batch=batch({1: [int(token)]}))
-        stream.exchange(finishes=[finish(1)])
-        drafting = report_of(caller, "mine")["shadow"]["drafting"]
-        assert drafting["committed"] == len(output)
-        assert drafting["accepted"] == 0
+    assert asyncio.run(act()) > 2000 // SCORED_PER_TURN

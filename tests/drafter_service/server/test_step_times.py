@@ -63,7 +63,6 @@ def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
         response = answered(session, batch=ran(step, committed=[50], limit=1))
         pauses.append(response.drafts.pause_steps)
     assert any(pauses)
-    session.close()
 
 
 @examples(50)
@@ -89,7 +88,6 @@ def test_no_duration_is_an_error(steps):
         possible = namespace.budget_totals.sizes[:, 0].sum()
         assert possible + namespace.budget_totals.ignored == 2 * len(steps)
         assert drafted(answered(session, batch=batch({1: ()}, 8))) is not None
-        session.close()
 
 
 def test_a_configured_cost_is_not_corrected():
@@ -99,11 +97,9 @@ def test_a_configured_cost_is_not_corrected():
         before = drafted(answered(session, batch=batch({1: ()}, 32)))
         teach(session, 0.5)
         assert drafted(answered(session, batch=batch({1: ()}, 32))) == before
-        session.close()
 
 
 def test_shapes_of_the_engine_are_part_of_its_curve(namespace):
     session = Session(namespace, Limits(), padding=Padding(sizes=(1, 8, 16)))
     curve: StepCurve = session._drafter.budget.curve
     assert float(curve.seconds(2, 1)) == float(curve.seconds(8, 1)) < float(curve.seconds(9, 1))
-    session.close()

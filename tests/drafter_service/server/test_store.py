@@ -12,6 +12,7 @@ from drafter_service.observability.report.schema import ClientTotals
 from drafter_service.server.naming import KnownNamespace
 from drafter_service.server.store import DESCRIPTION, NAME, Description, Store
 from ssd.errors import UserError
+from tests.drafter_service.server.opened_namespaces import raising
 
 SAMPLE = Sample(1.5, 1, 2, 3, 4, 5, 6, 7, 8, 9)
 
@@ -19,15 +20,6 @@ SAMPLE = Sample(1.5, 1, 2, 3, 4, 5, 6, 7, 8, 9)
 @pytest.fixture
 def store(tmp_path):
     return Store(tmp_path / "folder")
-
-
-def raising(problem):
-    """Return a function that raises an exception."""
-
-    def fail(*_, **__):
-        raise problem
-
-    return fail
 
 
 def description(name="a", **changes):
@@ -180,7 +172,7 @@ def test_what_is_not_a_file_is_an_error_and_stays(store):
 def test_a_failed_write_keeps_the_old_description(store, monkeypatch):
     written(store)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(os, "fsync", raising(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
             store.write_description(description(duplicates=50))
     assert read(store).duplicates == 3

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from drafter_service.auth.callers import AccessControl
+from drafter_service.auth.callers import access_control
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
@@ -129,8 +129,6 @@ def test_an_empty_namespace_names_another_one_with_text_of_the_same_tokenizer(ca
         (pb.Hello(protocol=2), "FAILED_PRECONDITION", "the client uses protocol 2, this service 3; install the same"),
         (pb.Hello(), "FAILED_PRECONDITION", "the client uses protocol 0, this service 3"),
         (hello("../etc"), "INVALID_ARGUMENT", "a namespace cannot be called '../etc'"),
-        (hello("a/b"), "INVALID_ARGUMENT", "a namespace cannot be called"),
-        (hello("."), "INVALID_ARGUMENT", "a namespace cannot be called"),
         (hello("x" * 1_000_000), "INVALID_ARGUMENT", "a namespace cannot be called"),
         (hello("n", name="m" * 600), "INVALID_ARGUMENT", "model.name has 600 characters"),
     ],
@@ -265,7 +263,7 @@ async def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is
 
     context = SimpleNamespace(invocation_metadata=list, auth_context=dict, abort=abort)
     namespaces = Namespaces(config)
-    streams = DraftStreams(namespaces, AccessControl(config.access), config.limits)
+    streams = DraftStreams(namespaces, access_control(config.access), config.limits)
     is_sending, is_sent, no_more = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def requests():
