@@ -175,23 +175,6 @@ def test_no_more_than_the_match_depth_of_earlier_output_is_published(missed, is_
         assert draft(drafter, 2, output[: missed + 1]) == output[missed + 1 :].tolist()
 
 
-@pytest.mark.parametrize("size", [BLOCK - 2, BLOCK, 3 * BLOCK + 10])
-def test_a_long_running_output_is_drafted_completely(size):
-    output = np.arange(1000, 1000 + size)
-    with drafter_of() as drafter:
-        drafter.start(1, array([500]))
-        drafter.start(2, array([501]))
-        for part in np.array_split(output, 7):
-            draft(drafter, 1, part, limit=0)
-        drafter.corpus.refresh()
-        for at in range(1, size + 1):
-            drafter.start(3, array(output[max(0, at - 3) : at]))
-            drafts = draft(drafter, 3)
-            assert drafts == output[at : at + len(drafts)].tolist()
-            assert drafts or at == size
-            drafter.finish(3, array([]), learn=False)
-
-
 @pytest.mark.parametrize(
     "change",
     [
