@@ -13,9 +13,8 @@ from ssd.budget.token_budget import TokenBudget
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.view import LIVE
-from ssd.kernels.frame import Model, StepFrame
 from ssd.kernels.match import TIER_COLUMNS
-from ssd.kernels.step import DONE, NEEDS_ROOM, REFUSED, step
+from ssd.kernels.step import DONE, NEEDS_ROOM, REFUSED, Model, StepFrame, step
 from ssd.sequences.local_index import FRESH_ROOM
 from ssd.sequences.running import NO_ROWS
 from ssd.sequences.tables import FRESH_SIZE, NODES, ROOM, SIZE

@@ -1,4 +1,4 @@
-"""Tables and weights from which probabilities of acceptance are computed (`estimate.py`), learned online (`learn.py`).
+"""Tables and weights from which probabilities of acceptance are computed and learned online (`estimate.py`).
 
 A candidate's evidence becomes inputs, each the logit of a probability: cells of tables that are looked up by match
 length, count, share and recency, a blend of a source's levels (prediction by partial matching), and cells for

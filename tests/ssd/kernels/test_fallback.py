@@ -23,9 +23,9 @@ from ssd.kernels.fallback import (
     find_fallbacks,
     learn_missed,
 )
-from ssd.kernels.frame import Model
 from ssd.kernels.learned import LearnedTables
 from ssd.kernels.probabilities import FALLBACK_CELLS, MEAN, SEEN, SEEN_CAP
+from ssd.kernels.step import Model
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT
 from ssd.types import ROOT, Source
 from tests.replay import progress_of
