@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd.corpus.suffix_array import merge_some, split, usable_positions
-from ssd.corpus.threads import sort_in_threads
+from ssd.corpus.suffix_array import merge_some, sort_in_threads, split, usable_positions
 from tests import naive
 from tests.ssd.addresses import Text
 from tests.strategies import LARGEST, array, requests
@@ -69,7 +68,7 @@ def test_an_exception_in_a_thread_is_raised(monkeypatch):
     def sort(_text, _order, _size, _depth):
         raise MemoryError
 
-    monkeypatch.setattr("ssd.corpus.threads.sort_positions", sort)
+    monkeypatch.setattr("ssd.corpus.suffix_array.sort_positions", sort)
     kept, order = Text(list(range(100))), array(range(1, 100))
     with pytest.raises(MemoryError):
         sort_in_threads(kept.address, order.ctypes.data, len(order), 8, threads=2)
