@@ -13,11 +13,11 @@ from ssd.budget.token_budget import TokenBudget
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.view import LIVE
-from ssd.kernels.frame import Model, StepFrame
 from ssd.kernels.match import TIER_COLUMNS
-from ssd.kernels.step import DONE, NEEDS_ROOM, REFUSED, step
-from ssd.sequences.draft_after import draft_after
+from ssd.kernels.step import DONE, NEEDS_ROOM, REFUSED, Model, StepFrame, step
+from ssd.sequences.local_index import FRESH_ROOM
 from ssd.sequences.running import NO_ROWS
+from ssd.sequences.tables import FRESH_SIZE, NODES, ROOM, SIZE
 from ssd.stats import Stats
 from ssd.types import DraftBatch, Progress, check_path_prob
 
@@ -64,13 +64,26 @@ class SuffixDrafter(CorpusDrafter):
         """Draft after K continuations of running sequences, as if they had been committed.
 
         progress: the tokens of each continuation; several may belong to the same sequence, and `verified` must be 0.
-        Changes nothing that later drafts depend on. Raises ValueError as `draft`.
+        A continuation has no draft where committing it would reorganize the sequence's index. Changes nothing that
+        later drafts depend on. Raises ValueError as `draft`.
         """
         rows = np.concatenate([NO_ROWS, *(self.running.rows_of([each]) for each in progress.sequence_ids.tolist())])
         self._prepare(len(self.running), progress)
         least = progress.min_path_prob or self.budget.price(self.config.max_draft).min_path_prob
-        part = replace(progress, min_path_prob=least, step_times=())
-        return draft_after(part, rows, self._sequences, self.stats, self._step)
+        progress = replace(progress, min_path_prob=least, step_times=())
+        progress.check_arrays()
+        drafts = [DraftBatch.empty(1)] * len(rows)
+        counts = np.diff(progress.offsets.astype(np.int64)).tolist()
+        left = np.array([self._fits(*pair) for pair in zip(rows.tolist(), counts, strict=True)], bool)
+        while left.any():
+            # One continuation of each sequence at a time, since all of a sequence use the same row.
+            waiting = left.nonzero()[0]
+            at = waiting[np.unique(rows[waiting], return_index=True)[1]]
+            left[at] = False
+            batch = self._step_and_restore(rows[at], progress.take(at))
+            for place, index in enumerate(at):
+                drafts[index] = batch.take([place])
+        return DraftBatch.concatenate(drafts) if drafts else DraftBatch.empty(0)
 
     def use_corpus(self, corpus: Corpus) -> None:
         """See `CorpusDrafter.use_corpus`."""
@@ -81,6 +94,33 @@ class SuffixDrafter(CorpusDrafter):
     def own_bytes(self) -> int:
         """Memory of the running sequences, idle sessions and scratch arrays."""
         return super().own_bytes + self._frame.nbytes
+
+    def _fits(self, row: int, tokens: int) -> bool:
+        """Return whether some tokens can be committed without reorganizing the index; makes room for them."""
+        state = self._sequences.state[row]
+        if state[FRESH_SIZE] + tokens > FRESH_ROOM:
+            return False
+        if state[SIZE] + tokens + self.config.max_draft + 2 > state[ROOM]:
+            self._sequences.make_room(row, tokens)
+        return True
+
+    def _step_and_restore(self, rows: np.ndarray, progress: Progress) -> DraftBatch:
+        """Do a step, and restore what it changed.
+
+        During the step the last drafts are hidden, so nothing is learned from tokens that may never be produced.
+        """
+        sequences, steps = self._sequences, self.stats.counters.steps.copy()
+        saved = [table[rows] for table in sequences.tables]
+        fresh = [sequences.local(row).fresh.copy() for row in rows.tolist()]
+        try:
+            sequences.state[rows, NODES] = 0
+            return self._step(rows, progress)
+        finally:
+            for table, values in zip(sequences.tables, saved, strict=True):
+                table[rows] = values
+            for row, values in zip(rows.tolist(), fresh, strict=True):
+                sequences.local(row).fresh[:] = values
+            self.stats.counters.steps[:] = steps
 
     def _make_frame(self) -> None:
         model = Model(self.corpus.learned, self.corpus.fallback.arrays)

@@ -12,33 +12,12 @@ ROOT = Path(__file__).parent.parent
 PROTO = Path("protos/ssd/drafter/v1/drafter.proto")
 BASELINE = Path("protos/baseline.binpb")
 
-PLANTED = {
-    "a field of another type": ("uint64 step = 1;", "string step = 1;", "changed type"),
-    "a field of another number": ("repeated Start starts = 3;", "repeated Start starts = 30;", "deleted"),
-    "a removed field": ("  bytes accept_prob = 3;\n", "", "was deleted"),
-    "a field of another name": ("  bytes parents = 2;", "  bytes ancestors = 2;", "changed name"),
-    "a removed call": ("  rpc Observe(ObserveRequest) returns (ObserveResponse);\n", "", "was deleted"),
-    "a stream that becomes a message": (
-        "returns (stream DraftResponse)",
-        "returns (DraftResponse)",
-        "server streaming",
-    ),
-}
-
-
-def find_buf():
-    """Return the command of buf: $BUF, next to this Python (the dev extra), on the path, or from npm."""
-    folders = [
-        Path(sys.executable).parent,
-        *os.environ.get("PATH", "").split(os.pathsep),
-        ROOT / "node_modules" / ".bin",
-    ]
-    return os.environ.get("BUF") or shutil.which("buf", path=os.pathsep.join(map(str, folders)))
-
 
 @pytest.fixture(scope="module")
 def buf():
-    program = find_buf()
+    """Return a function that runs buf: $BUF, next to this Python (the dev extra), on the path, or from npm."""
+    folders = (Path(sys.executable).parent, os.environ.get("PATH", ""), ROOT / "node_modules" / ".bin")
+    program = os.environ.get("BUF") or shutil.which("buf", path=os.pathsep.join(map(str, folders)))
     if program is None:
         pytest.skip("buf is not installed; pip install buf-bin")
 
@@ -46,20 +25,6 @@ def buf():
         return subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
 
     return run
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """Return the folder of a copy of the protocol definition and its settings, which a test may change."""
-    shutil.copytree(ROOT / "protos", tmp_path / "protos")
-    shutil.copy(ROOT / "buf.yaml", tmp_path)
-    return tmp_path
-
-
-def change(copy, before, after):
-    text = (copy / PROTO).read_text()
-    assert before in text
-    (copy / PROTO).write_text(text.replace(before, after, 1))
 
 
 @pytest.mark.parametrize(
@@ -70,19 +35,20 @@ def test_the_contract_is_well_formed_formatted_and_compatible_with_the_baseline(
     assert done.returncode == 0, f"{done.stdout}\nafter a release that may break: make protos-baseline"
 
 
-@pytest.mark.parametrize(("before", "after", "complaint"), PLANTED.values(), ids=PLANTED)
-def test_an_incompatible_change_is_found(buf, copy, before, after, complaint):
-    change(copy, before, after)
-    done = buf(copy, "breaking", "--against", str(BASELINE))
+@pytest.mark.parametrize(
+    ("before", "after", "complaint"),
+    [
+        ("  bytes parents = 2;", "  bytes ancestors = 2;", "changed name"),
+        ("  rpc Observe(ObserveRequest) returns (ObserveResponse);\n", "", "was deleted"),
+        ("returns (stream DraftResponse)", "returns (DraftResponse)", "server streaming"),
+    ],
+)
+def test_an_incompatible_change_is_found(buf, tmp_path, before, after, complaint):
+    shutil.copytree(ROOT / "protos", tmp_path / "protos")
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    text = (tmp_path / PROTO).read_text()
+    assert before in text
+    (tmp_path / PROTO).write_text(text.replace(before, after, 1))
+    done = buf(tmp_path, "breaking", "--against", str(BASELINE))
     assert done.returncode == 100
     assert complaint in done.stdout
-
-
-def test_a_new_field_is_compatible_and_bad_style_is_found(buf, copy):
-    change(copy, "message Error {", "message Error {\n  // A further explanation.\n  string link = 99;")
-    done = buf(copy, "breaking", "--against", str(BASELINE))
-    assert done.returncode == 0, done.stdout
-    change(copy, "string link = 99;", "string Link = 99;")
-    done = buf(copy, "lint")
-    assert done.returncode == 100
-    assert 'Field name "Link" should be lower_snake_case' in done.stdout

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.hosts.llama import LLAMA_HOSTS, LLAMA_METHODS
@@ -25,8 +24,6 @@ OWN: dict[str, dict[str, Any]] = {
     "ssd-replica": {"drafting": "replica"},
 }
 """Methods with our plug-ins and a sidecar, and the settings of each."""
-HOSTS = Path("build/hosts")
-"""Virtual environment that `make hosts` makes."""
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",

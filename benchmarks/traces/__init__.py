@@ -13,7 +13,7 @@ def load_manifest(path: Path = MANIFEST) -> dict[str, dict[str, Any]]:
     """Read the sources of a manifest, by the name of the trace.
 
     A source has the `repository` and its `commit`, the `licence` and the file with its text (`notice`); the `files`
-    that are converted, with their digests, in the order that the `format` (a key of `formats.FORMATS`) expects; the
+    that are converted, with their SHA-256, in the order that the `format` (a key of `formats.FORMATS`) expects; the
     `vocabulary` with its `name` (a key of `conversion.VOCABULARIES`) and downloads; `cut_from` (see `Limits`); what the
     trace must be (counts and `digests` of its arrays); and `teaches`: whether `benchmarks.priors` learns from it.
     """

@@ -94,12 +94,12 @@ def fetch(
     base, vocabulary = f"{REPOSITORIES}/{entry['repository']}/{entry['commit']}", entry["vocabulary"]
     ranks = folder / "sources" / f"{vocabulary['name']}.ranks"
     ((notice_path, notice),) = entry["notice"].items()
-    download(f"{base}/{notice_path}", notice["sha256"], folder / "licences" / f"{name}.txt", mirror)
+    download(f"{base}/{notice_path}", notice, folder / "licences" / f"{name}.txt", mirror)
     for path, known in ((folder / "licences" / f"{vocabulary['name']}.txt", "notice"), (ranks, "ranks")):
         download(vocabulary[known]["url"], vocabulary[known]["sha256"], path, mirror)
     texts = {
-        path: download(f"{base}/{path}", known["sha256"], folder / "sources" / name / path, mirror).decode()
-        for path, known in entry["files"].items()
+        path: download(f"{base}/{path}", sha256, folder / "sources" / name / path, mirror).decode()
+        for path, sha256 in entry["files"].items()
     }
     chats = ChatEncoder(VOCABULARIES[vocabulary["name"]], encoder_of(vocabulary["name"], ranks))
     try:

@@ -18,8 +18,7 @@ from ssd.corpus.live import LiveTier
 from ssd.corpus.memory import trim_heap
 from ssd.corpus.requests import Forget, RequestLog, Text
 from ssd.corpus.ring import SEPARATOR, Ring, check_capacity
-from ssd.corpus.suffix_array import keep_positions, usable_positions
-from ssd.corpus.threads import sort_in_threads
+from ssd.corpus.suffix_array import keep_positions, sort_in_threads, usable_positions
 from ssd.corpus.tier import Merge, SuffixArray, Tier, add_sorted, empty_suffix_array
 from ssd.corpus.view import LIVE, View, ViewArrays
 from ssd.kernels.arrays import addresses_of

@@ -11,9 +11,12 @@ order.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 from numba import types
 
+from ssd.corpus.processors import usable_processors
 from ssd.corpus.ring import SEPARATOR
 from ssd.kernels.jit import Bytes, Int, Longs, inline, kernel, outline, peek, poke
 
@@ -22,6 +25,10 @@ INSERTION_FROM = 16
 
 SAMPLE = 1023
 """Number of tokens whose median a split uses."""
+
+MAX_THREADS = 4
+MIN_POSITIONS = 1 << 20
+"""Minimum number of positions that a thread sorts: a tenth of a second."""
 
 Window = types.UniTuple(Int, 3)
 """Positions that a merge keeps: the first slot, the number of slots from there on, and the number of slots of the ring,
@@ -136,6 +143,34 @@ def split(text, suffixes, size):  # type: ignore[no-untyped-def]
             poke(suffixes, less, position)
             less += 1
     return less
+
+
+def sort_in_threads(text: int, suffixes: int, size: int, depth: int, threads: int | None = None) -> None:
+    """Call `sort_positions` in several threads, each for the positions that follow some of the tokens.
+
+    threads: their number; None: one per usable processor, at most `MAX_THREADS`.
+    """
+    if threads is None:
+        threads = min(MAX_THREADS, len(usable_processors()), size // MIN_POSITIONS)
+    parts = _parts(text, suffixes, size, max(1, threads))
+    if len(parts) > 1:
+        try:
+            with ThreadPoolExecutor(len(parts), "ssd-sort") as pool:
+                for sorting in [pool.submit(sort_positions, text, *part, depth) for part in parts]:
+                    sorting.result()
+            return
+        except RuntimeError:  # The process cannot have more threads.
+            pass
+    sort_positions(text, suffixes, size, depth)
+
+
+def _parts(text: int, suffixes: int, size: int, parts: int) -> list[tuple[int, int]]:
+    """Split positions into `parts` parts of similar size; return the address and size of each."""
+    if parts == 1 or size < parts:
+        return [(suffixes, size)]
+    front = split(text, suffixes, size)
+    back = suffixes + front * np.dtype(np.uint32).itemsize
+    return [*_parts(text, suffixes, front, parts // 2), *_parts(text, back, size - front, parts - parts // 2)]
 
 
 @outline

@@ -153,9 +153,10 @@ def _describe(value: Any, functions: list[FunctionType]) -> str:
     if isinstance(value, tuple):
         return f"{type(value)} {getattr(value, '_fields', '')} {[_describe(each, functions) for each in value]}"
     if isinstance(value, types.BaseTuple):
-        return f"{value} {getattr(value, 'fields', '')} {[_describe(each, functions) for each in value.types]}"
+        kind = getattr(value, "instance_class", tuple), getattr(value, "fields", "")
+        return f"{value} {kind} {[_describe(each, functions) for each in value.types]}"
     if isinstance(value, type) and hasattr(value, "_fields") and hasattr(value, "_field_defaults"):
-        return f"{value.__qualname__} {value._fields} {_describe(value._field_defaults, functions)}"
+        return f"{value} {value._fields} {_describe(value._field_defaults, functions)}"
     module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", type(value).__module__)
     if str(module).split(".")[0] in LIBRARIES:
         # The text of a module contains the folder where it is installed.

@@ -1,4 +1,4 @@
-"""Tables and weights from which probabilities of acceptance are computed (`estimate.py`), learned online (`learn.py`).
+"""Tables and weights from which probabilities of acceptance are computed and learned online (`estimate.py`).
 
 A candidate's evidence becomes inputs, each the logit of a probability: cells of tables that are looked up by match
 length, count, share and recency, a blend of a source's levels (prediction by partial matching), and cells for
@@ -10,12 +10,9 @@ the accepted path is a training example.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-from numba import types
 
-from ssd.kernels.jit import FloatRows, FloatsOut, inline, kernel
+from ssd.kernels.jit import inline
 
 SOURCES, LEVELS = 2, 2
 ROWS = SOURCES * LEVELS
@@ -127,39 +124,23 @@ _LOGITS = np.clip(np.log(_LOGITS / (1.0 - _LOGITS)), -6.9, 6.9).astype(np.float3
 
 @inline
 def fast_sigmoid(value):  # type: ignore[no-untyped-def]
-    """Return `sigmoid` from a table, within 0.002."""
+    """Return the logistic function of a value from a table, within 0.002."""
     at = int((value + np.float32(_VALUE_RANGE)) * np.float32(_VALUE_STEPS))
     return _SIGMOIDS[min(max(at, 0), len(_SIGMOIDS) - 1)]
 
 
 @inline
 def fast_logit(prob):  # type: ignore[no-untyped-def]
-    """Return `logit` from a table of 4096 probabilities."""
+    """Return the logit of a probability, ln(p / (1 - p)), from a table of 4096 probabilities."""
     return _LOGITS[min(int(prob * np.float32(_PROB_STEPS)), _PROB_STEPS - 1)]
 
 
 @inline
 def interpolated_logit(prob):  # type: ignore[no-untyped-def]
-    """Return `logit` interpolated from the table: within 0.002, or 0.06 near its bounds; `logit` is slower."""
+    """Return the logit interpolated from the table: within 0.002, or 0.06 near its bounds."""
     at = prob * np.float32(_PROB_STEPS) - np.float32(0.5)
     low = min(max(int(at), 0), _PROB_STEPS - 2)
     return _LOGITS[low] + (at - np.float32(low)) * (_LOGITS[low + 1] - _LOGITS[low])
-
-
-@inline
-def logit(prob):  # type: ignore[no-untyped-def]
-    """Return ln(p / (1 - p)), bounded."""
-    if prob <= 0.001:
-        return -6.9
-    if prob >= 0.999:
-        return 6.9
-    return math.log(prob / (1.0 - prob))
-
-
-@inline
-def sigmoid(value):  # type: ignore[no-untyped-def]
-    """Return the logistic function of a value, the inverse of `logit`."""
-    return 1.0 / (1.0 + math.exp(-value))
 
 
 @inline
@@ -237,54 +218,3 @@ def learn_cell(cells, logits, cell, outcome, cap):  # type: ignore[no-untyped-de
     cells[cell, MEAN] = mean
     logits[cell] = interpolated_logit(np.float32(mean))
     cells[cell, SEEN] = min(seen, cap)
-
-
-_BUCKET_COUNTS = (1.0, 2.0, 3.0, 4.0, 6.0, 12.0, 24.0, 64.0)
-"""A typical count of each bucket."""
-
-
-@inline
-def _bucket_share(share):  # type: ignore[no-untyped-def]
-    """Return the typical share of a bucket."""
-    return 0.0 if share == 0 else 1.0 if share == SHARE_BUCKETS - 1 else (share - 0.5) / 11.0
-
-
-@inline
-def _match_prior(index):  # type: ignore[no-untyped-def]
-    """Return the initial value of a match cell: its share, moved towards 0.02 / 0.54 by half an occurrence."""
-    share, count = (index // 2) % SHARE_BUCKETS, (index // 2 // SHARE_BUCKETS) % COUNT_BUCKETS
-    return (_bucket_share(share) * _BUCKET_COUNTS[count] + 0.02) / (_BUCKET_COUNTS[count] + 0.54)
-
-
-@inline
-def _pointer_prior(index):  # type: ignore[no-untyped-def]
-    """Return the initial value of a pointer's cell, which grows with the number of correct predictions."""
-    run = (index // 2 // MISS_BUCKETS) % RUN_BUCKETS
-    right = (run + 0.5) / (run + 1.5)
-    return right if index % 2 == 1 else 1.0 - right
-
-
-@kernel(FloatRows, FloatsOut, returns=types.void)
-def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
-    """Write the initial values of all cells, float32 [CELL_COUNT, 2], and their logits, float32 [CELL_COUNT]."""
-    for index in range(CELL_COUNT):
-        if index < POINTER_CELLS:
-            prob = _match_prior(index)
-        elif index >= SECOND_CELLS:
-            prob = _match_prior(index - SECOND_CELLS)
-        elif index < TOKEN_CELLS:
-            prob = _pointer_prior(index - POINTER_CELLS)
-        elif index < FINAL_CELLS:
-            prob = ((index - TOKEN_CELLS) % TOKEN_SHARES + 0.5) / TOKEN_SHARES
-        elif index >= FALLBACK_CELLS:
-            prob = FALLBACK_PRIOR
-        else:
-            prob = sigmoid((index - FINAL_CELLS) % FINAL_BUCKETS / 2.0 - 8.0)
-        cells[index, MEAN] = prob
-        logits[index] = logit(prob)
-        if FINAL_CELLS <= index < FALLBACK_CELLS:
-            cells[index, SEEN] = FINAL_START_SEEN
-        elif FALLBACK_CELLS <= index < SECOND_CELLS:
-            cells[index, SEEN] = FALLBACK_START_SEEN
-        else:
-            cells[index, SEEN] = START_SEEN

@@ -1,19 +1,25 @@
-"""One drafting step of a batch in one call without the GIL: learn, commit, match, grow."""
+"""One drafting step of a batch in one call without the GIL: learn, commit, match, grow.
+
+All arrays that it uses are passed as one, the frame: settings of a drafter and addresses.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numba import types
 
+from ssd.budget.token_budget import TokenBudget
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.rollout import NO_TAG
 from ssd.corpus.view import RING_HEAD, RING_OLDEST, RING_SLOTS, RING_TEXT, open_view
-from ssd.kernels.budget import is_line, least_path_prob, select, update_rate
-from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_libraries, gather_placed
-from ssd.kernels.frame import IS_TREE, LOCAL_TIERS, MATCH_DEPTH, open_frame
-from ssd.kernels.grow import DraftContext, Growing, GrowthLimits, grow
+from ssd.kernels.arrays import addresses_of, allocate, arrays_in, opener
+from ssd.kernels.budget import Budget, is_line, least_path_prob, select, update_rate
+from ssd.kernels.estimate import learn, record
+from ssd.kernels.evidence import NO_LIVE_TIER, Evidence, SearchedText, gather_libraries, gather_placed
+from ssd.kernels.fallback import Fallback
+from ssd.kernels.grow import DraftContext, Growing, GrowthLimits, Scratch, grow
 from ssd.kernels.jit import (
     Bytes,
     Float,
@@ -31,9 +37,10 @@ from ssd.kernels.jit import (
     poke,
     release,
 )
-from ssd.kernels.learn import learn, record
+from ssd.kernels.learned import LearnedTables
 from ssd.kernels.match import (
     SPAN_COLUMNS,
+    TIER_COLUMNS,
     TIER_NEWEST,
     TIER_SIZE,
     TIER_SUFFIXES,
@@ -71,7 +78,75 @@ from ssd.sequences.tables import (
     TAG,
     TEXT,
     TOKEN,
+    Sequences,
+    Tables,
 )
+from ssd.stats import Counters, Stats
+
+LOCAL_TIERS = 2
+
+
+class Model(NamedTuple):
+    """The learned tables and the counted tokens of a corpus."""
+
+    learned: LearnedTables
+    fallback: Fallback
+
+
+class Own(NamedTuple):
+    """Scratch arrays of one sequence."""
+
+    tiers: Annotated[np.ndarray, np.int64, LOCAL_TIERS, TIER_COLUMNS]
+    """Tiers of its own text."""
+    spans: Annotated[np.ndarray, np.int64, LOCAL_TIERS, SPAN_COLUMNS]
+    pointers: Annotated[np.ndarray, np.int64, SOURCES]
+    """Addresses of the pointers' next tokens, 0 for none."""
+    on_path: Annotated[np.ndarray, np.uint8, "nodes"]
+    """1 for accepted nodes."""
+
+
+class StepArrays(NamedTuple):
+    """All arrays of a step."""
+
+    tables: Tables
+    model: Model
+    budget: Budget
+    counters: Counters
+    evidence: Evidence
+    scratch: Scratch
+    own: Own
+
+
+NUMBERS = ("rows", "nodes", "searches", "match_depth", "is_tree")
+"""Numbers before the addresses: sizes of arrays, and settings."""
+MATCH_DEPTH, IS_TREE = NUMBERS.index("match_depth"), NUMBERS.index("is_tree")
+open_frame = opener(StepArrays, *NUMBERS)
+"""Returns the `StepArrays` of `StepFrame.addresses`."""
+
+
+class StepFrame:
+    """The addresses for one drafter; a new one is made when its tables grow."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        model: Model,
+        budget: TokenBudget,
+        stats: Stats,
+        *,
+        match_depth: int,
+        is_tree: bool,
+    ) -> None:
+        """match_depth: maximum match length in tokens. is_tree: whether a node may have several children."""
+        rows, nodes = sequences.tables.probs.shape[:2]
+        searches = SOURCES * nodes
+        scratch = allocate(Evidence, searches=searches), allocate(Scratch, nodes=nodes), allocate(Own, nodes=nodes)
+        self.arrays = StepArrays(sequences.tables, model, budget.arrays, stats.counters, *scratch)
+        self.addresses = addresses_of(self.arrays, rows, nodes, searches, match_depth, is_tree)
+        """int64."""
+        self.nbytes = sum(array.nbytes for array in arrays_in(scratch))
+        """Memory of the scratch arrays."""
+
 
 DONE, NEEDS_ROOM, REFUSED = range(3)
 """Results of a step; all but DONE have no effect. `Progress.check` says why one is refused."""

@@ -15,7 +15,7 @@ from ssd.corpus.ring import PAD, SEPARATOR
 from ssd.corpus.view import FROZEN
 from ssd.types import Drafter
 from tests import naive
-from tests.replay import progress_of
+from tests.replay import replayed
 from tests.ssd.addresses import uint32_at
 
 DEPTH = 8
@@ -112,13 +112,8 @@ def evidence_of(prefix: Sequence[int], produced: Sequence[int], hidden: Containe
 
 def drafts_of(drafter: Drafter, requests: list[np.ndarray], prompt: int = 20, limit: int = 16) -> list[list[object]]:
     """Return all drafts along requests, step by step; nothing is remembered."""
-    drafts: list[list[object]] = []
-    for number, request in enumerate(requests):
-        drafter.start(number, request[:prompt])
-        for at in range(prompt, len(request), 4):
-            batch = drafter.draft(progress_of({number: request[at - 4 : at] if at > prompt else []}, limit))
-            drafts.append(
-                [batch.tokens.tolist(), batch.accept_prob.tolist(), batch.source.tolist(), batch.parents.tolist()]
-            )
-        drafter.finish(number, np.empty(0, np.uint32), learn=False)
-    return drafts
+    return [
+        [batch.tokens.tolist(), batch.accept_prob.tolist(), batch.source.tolist(), batch.parents.tolist()]
+        for number, request in enumerate(requests)
+        for batch, _, _ in replayed(drafter, number, request[:prompt], request[prompt:], limit, learn=False)
+    ]

@@ -36,17 +36,6 @@ def test_an_output_is_expected_to_begin_like_its_prediction(drafter):
     assert draft(drafter, 3) == []
 
 
-def test_drafts_are_in_the_batch_order_and_within_each_limit(drafter):
-    drafter.start(1, array([1, 2, 1]))
-    drafter.start(2, array([8]))
-    drafter.start(3, array([5, 6, 5]))
-    drafter.start(4, array([7, 4, 7]))
-    progress = progress_of({3: [], 2: [], 1: [], 4: []}, limit=1)
-    progress.max_draft[:] = [2, 5, 1, 0]
-    drafts = drafter.draft(progress)
-    assert [drafts.tokens_of(index).tolist() for index in range(4)] == [[6, 5], [], [2], []]
-
-
 def test_a_large_batch_has_the_right_draft_for_each_sequence(drafter):
     many = range(200)
     assert len(many) > 10 * MIN_ROWS

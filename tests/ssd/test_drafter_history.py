@@ -18,7 +18,7 @@ from tests.ssd.corpora import DEPTH, text_of
 from tests.strategies import array, assert_covered, examples
 
 COMMON = [1, 2, 3]
-IDLE_SESSIONS, IDLE_TOKENS = 2, 120
+IDLE_SESSIONS, IDLE_TOKENS = 2, 30
 
 
 @dataclass(eq=False)

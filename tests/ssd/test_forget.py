@@ -3,7 +3,6 @@
 import threading
 
 import numpy as np
-import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
@@ -113,16 +112,12 @@ def draft_of_second(drafter, tokens):
     return drafter.draft(progress_of({2: tokens}, 8, cost=1e-6)).tokens.tolist()
 
 
-@pytest.mark.parametrize("from_another", [False, True])
-def test_a_running_request_is_forgotten(from_another):
+def test_a_running_request_is_forgotten_through_another_drafter():
     corpus = Corpus(100_000, DEPTH)
     drafter, another = (SuffixDrafter(CONFIG, corpus=corpus) for _ in range(2))
     start_two(drafter)
-    if from_another:
-        another.forget("mine")
-        drafter.forget_own("mine")
-    else:
-        drafter.forget("mine")
+    another.forget("mine")
+    drafter.forget_own("mine")
     corpus.refresh()
     assert draft_of_second(drafter, SECRET[12:19]) == []
     # The request continues, and drafts from its own text.

@@ -83,6 +83,9 @@ def test_a_replay_counts_like_a_slow_one(requests, concurrency):
     counts = replay(recording, NgramDrafter(), concurrency=concurrency, max_draft=4)
     assert counts_of(counts) == replay_slowly(NgramDrafter(), recording, 4)
     assert counts.tokens.tolist() == recording.output_lengths.tolist()
+    steps, drafted = counts.steps.sum(), counts.drafted.sum()
+    assert (counts.tokens_per_step, counts.drafted_per_step) == (counts.tokens.sum() / steps, drafted / steps)
+    assert counts.speedup_at(0.1) == pytest.approx(counts.tokens.sum() / (steps + 0.1 * drafted))
     assert sorted(counts.order.tolist()) == list(range(len(requests)))
 
 
@@ -109,14 +112,6 @@ def test_text_is_indexed_before_each_draft(shape):
     assert counts.accepted.sum() > counts.steps.sum()
     twice = [replay(phrases(), drafter(), max_draft=8, concurrency=4) for _ in range(2)]
     assert counts_of(twice[0]) == counts_of(twice[1])
-
-
-def test_totals_are_those_of_all_requests():
-    counts = replay(phrases(), NgramDrafter(), max_draft=8)
-    assert counts.tokens_per_step == counts.tokens.sum() / counts.steps.sum()
-    assert counts.drafted_per_step == counts.drafted.sum() / counts.steps.sum()
-    drafted, steps = counts.drafted.sum(), counts.steps.sum()
-    assert counts.speedup_at(0.1) == pytest.approx(counts.tokens.sum() / (steps + 0.1 * drafted))
 
 
 class WrongDrafter(NoDrafter):
@@ -152,15 +147,6 @@ def test_calls_are_measured_by_the_given_clock(make, refreshes):
 
 def arrivals_of(recording):
     return Arrivals(recording, recording.in_order(), concurrency=9)
-
-
-def test_turns_of_a_session_wait_for_each_other():
-    arrivals = arrivals_of(recording_of([([], [1])] * 5, sessions=[7, 7, -1, 7, -1]))
-    assert [*arrivals.beginning(0)] == [0, 2, 4]
-    arrivals.end(0)
-    assert [*arrivals.beginning(2)] == [1]
-    arrivals.end(1)
-    assert [*arrivals.beginning(2)] == [3]
 
 
 def test_a_session_of_many_turns_takes_no_more_time_for_each():

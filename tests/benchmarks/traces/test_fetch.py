@@ -57,8 +57,8 @@ def manifest(tmp_path):
             "licence": "MIT",
             "format": "arena-hard",
             "vocabulary": "o200k",
-            "notice": {"LICENSE": {"sha256": sha256(b"Do what you like.")}},
-            "files": {NAME: {"sha256": sha256(ANSWERS)}},
+            "notice": {"LICENSE": sha256(b"Do what you like.")},
+            "files": {NAME: sha256(ANSWERS)},
             "requests": 5,
             "prompt_tokens": 5 * 19,
             "output_tokens": 5 * 3,
@@ -147,5 +147,5 @@ def test_the_manifest_is_complete():
         assert len(source["commit"]) == 40
         assert {*source["digests"]} == arrays
         files = [*source["files"].values(), *source["notice"].values()]
-        files += [source["vocabulary"][name] for name in ("notice", "ranks")]
-        assert all(len(file["sha256"]) == 64 for file in files)
+        files += [source["vocabulary"][name]["sha256"] for name in ("notice", "ranks")]
+        assert all(len(digest) == 64 for digest in files)

@@ -7,24 +7,16 @@ import pytest
 
 from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import TokenBudget
-from ssd.types import Progress, StepTime
+from ssd.types import StepTime
+from tests.replay import progress_of
 
 DRAFTED = 4
 
 
 def progress(committed, *times, sequences=2):
     """Return progress of some sequences, each of which committed this many tokens of a verified draft."""
-    each = [
-        Progress.of_one(index, np.arange(committed, dtype=np.uint32), verified=DRAFTED) for index in range(sequences)
-    ]
-    return Progress(
-        sequence_ids=np.concatenate([one.sequence_ids for one in each]),
-        tokens=np.concatenate([one.tokens for one in each]),
-        offsets=np.arange(sequences + 1, dtype=np.uint32) * committed,
-        verified=np.concatenate([one.verified for one in each]),
-        max_draft=np.zeros(sequences, np.uint32),
-        step_times=times,
-    )
+    steps = progress_of(dict.fromkeys(range(sequences), range(committed)), limit=0, verified=DRAFTED)
+    return replace(steps, step_times=times)
 
 
 def step(drafting_s, seconds=0.1, sequences=2):

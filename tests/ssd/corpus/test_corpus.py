@@ -57,16 +57,6 @@ def test_a_request_that_is_merged_in_pieces_is_matched_across_the_cuts():
         assert draft_after(corpus, request[max(0, at - DEPTH) : at], limit=1) == request[at : at + 1]
 
 
-def test_a_finished_output_is_copied():
-    """The session's next turn is written to the same memory."""
-    with SuffixDrafter(CONFIG, corpus=new_corpus()) as drafter:
-        drafter.start(1, array([1, 2]), session_id="chat")
-        drafter.finish(1, array([3, 4]))
-        drafter.start(2, array([1, 9, 9, 9]), session_id="chat")
-        drafter.corpus.refresh()
-        assert draft_after(drafter.corpus, [1, 2]) == [3, 4]
-
-
 @pytest.mark.parametrize(
     "made",
     [{"capacity": capacity} for capacity in (-5, 0, 1, 4_294_967_039)]

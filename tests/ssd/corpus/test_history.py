@@ -17,12 +17,14 @@ import pytest
 from ssd.corpus import index, live, tier
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
+from ssd.corpus.ring import PAD
 from ssd.corpus.rollout import NO_TAG, TAGGED
 from ssd.corpus.search import Match, longest_match
 from ssd.corpus.snapshot import load, save
 from ssd.corpus.view import LIVE
 from ssd.kernels.match import REACH, TIER_TEXT
 from tests import naive
+from tests.ssd.addresses import uint32_at
 from tests.ssd.corpora import DEPTH, assert_whole, evidence_in, evidence_of, text_of, tiny_slices
 from tests.strategies import TOKEN_SETS, array, assert_covered, examples
 
@@ -253,6 +255,10 @@ class History:
         state, text = self.corpus.state(), text_of(self.corpus).tolist()
         assert min(self.corpus.capacity, len(self.text)) <= len(text) <= state.ring.capacity
         assert text == self.text[len(self.text) - len(text) :]
+        # Kernels read beyond both ends, where forgotten text must not remain either.
+        memory = uint32_at(state.ring.address - 4 * PAD, state.ring.capacity + 2 * PAD)
+        assert np.array_equal(memory[:PAD], state.ring.slots[-PAD:])
+        assert state.ring.head < PAD or np.array_equal(memory[-PAD:], state.ring.slots[:PAD])
         assert_whole(self.corpus, self.readable)
         assert self.corpus.waiting == 0
 

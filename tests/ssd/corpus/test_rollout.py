@@ -32,13 +32,6 @@ def test_a_tag_has_a_group_and_a_version_and_is_never_the_one_of_other_text(grou
     assert tag >> 8 == version % 256
 
 
-def outputs_of(group, count, rng):
-    """Return outputs of a group: a shared beginning, then tokens of its own."""
-    return [
-        np.concatenate([np.arange(8), [50 + group], rng.integers(60, 63, 4)]).astype(np.uint32) for _ in range(count)
-    ]
-
-
 def first_drafts(tagged, asked):
     """Let two groups produce outputs; return the draft after their shared beginning for `asked`, a Rollout or None."""
     rng = np.random.default_rng(1)
@@ -46,7 +39,7 @@ def first_drafts(tagged, asked):
         for number in range(120):
             group = number % 2
             rollout = Rollout(f"problem {group}", number // 4) if tagged else None
-            [output] = outputs_of(group, 1, rng)
+            output = np.array([*range(8), 50 + group, *rng.integers(60, 63, 4)], np.uint32)
             drafter.start(number, output[:4], rollout=rollout)
             draft = drafter.draft(Progress.of_one(number, output[4:8], max_draft=4))
             drafter.finish(number, output[8:], verified=len(draft.tokens))
@@ -61,12 +54,12 @@ def test_drafts_follow_the_group(group):
 
 
 def test_tags_of_others_do_not_change_drafts_of_other_requests():
-    with_tags, without = (DraftBatch.concatenate([_untagged(tagged)]) for tagged in (True, False))
+    with_tags, without = (untagged(tagged) for tagged in (True, False))
     for name in ("tokens", "parents", "accept_prob", "source", "offsets"):
         assert getattr(with_tags, name).tolist() == getattr(without, name).tolist()
 
 
-def _untagged(tagged):
+def untagged(tagged):
     """Return the drafts of requests without a rollout, over text that has tags or none."""
     rng = np.random.default_rng(2)
     with SuffixDrafter(DrafterConfig(max_draft=8, cost=0.02), corpus=Corpus(8192)) as drafter:

@@ -285,36 +285,6 @@ def test_the_error_names_a_missing_folder(path):
         save(built([]), path.parent / "nowhere" / "corpus.snapshot")
 
 
-def test_snapshots_can_be_saved_during_appending_and_drafting(path):
-    corpus = Corpus(30_000, DEPTH)
-    corpus.maintain(0.0005)
-    stop, saved = threading.Event(), []
-
-    def append():
-        seed = 0
-        while not stop.is_set():
-            seed += 1
-            for request in some_requests(20, seed=seed, ids=1_000_000):
-                corpus.append(request)
-            if corpus.indexed > 400_000:
-                break
-
-    writer = threading.Thread(target=append, daemon=True)
-    writer.start()
-    drafter = SuffixDrafter(CONFIG, corpus=corpus)
-    for number in range(12):
-        save(corpus, path)
-        loaded = load(path, 30_000, DEPTH).corpus
-        assert_whole(loaded)
-        saved.append(loaded.tokens)
-        drafts_of(drafter, some_requests(1, seed=number))
-    stop.set()
-    writer.join(60)
-    corpus.close()
-    assert max(saved) >= 30_000
-    assert not writer.is_alive()
-
-
 def stalled(monkeypatch, section):
     """Stall a save where it begins to write a section, until the returned event is set; the other one says that it has
     reached it.

@@ -4,14 +4,13 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd.corpus.suffix_array import merge_some, split, usable_positions
-from ssd.corpus.threads import sort_in_threads
+from ssd.corpus.suffix_array import merge_some, sort_in_threads, split, usable_positions
 from tests import naive
 from tests.ssd.addresses import Text
-from tests.strategies import array, requests
+from tests.strategies import LARGEST, array, requests
 
 DEPTHS = st.sampled_from([1, 3, 32])
 
@@ -36,6 +35,11 @@ def test_a_split_keeps_positions_after_the_same_token_together(written, data):
 
 
 @given(st.one_of(requests(), requests(max_size=40)), DEPTHS, st.integers(1, 5))
+@example([], 32, 1)
+@example([[7] * 200], 32, 1)
+@example([[7] * 20] * 20, 3, 1)
+@example([[LARGEST, LARGEST - 1, LARGEST, LARGEST - 1]], 32, 1)
+@example(np.random.default_rng(0).choice([1, 2, 2**31, LARGEST], (20, 80)).tolist(), 8, 1)
 def test_any_number_of_threads_gives_the_same_result(written, depth, threads):
     text = naive.concatenated(written)
     kept, order = Text(text), array(naive.usable_positions(text))
@@ -64,7 +68,7 @@ def test_an_exception_in_a_thread_is_raised(monkeypatch):
     def sort(_text, _order, _size, _depth):
         raise MemoryError
 
-    monkeypatch.setattr("ssd.corpus.threads.sort_positions", sort)
+    monkeypatch.setattr("ssd.corpus.suffix_array.sort_positions", sort)
     kept, order = Text(list(range(100))), array(range(1, 100))
     with pytest.raises(MemoryError):
         sort_in_threads(kept.address, order.ctypes.data, len(order), 8, threads=2)

@@ -12,7 +12,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.kernels.arrays import arrays_in, opener
 from ssd.kernels.budget import open_budget
 from ssd.kernels.cache import fingerprint
-from ssd.kernels.frame import IS_TREE, MATCH_DEPTH, Model, StepFrame, open_frame
+from ssd.kernels.step import IS_TREE, MATCH_DEPTH, Model, StepFrame, open_frame
 from ssd.sequences.tables import Sequences
 from ssd.stats import Stats
 

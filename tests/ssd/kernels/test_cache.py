@@ -128,6 +128,16 @@ def test_a_kernel_is_compiled_again_after_a_function_that_it_calls_has_moved(pac
     assert run(package) == (15_022, False)
 
 
+def test_a_kernel_is_compiled_again_after_a_type_of_its_arguments_has_moved(package):
+    """Its entry in the cache imports the module of the type."""
+    assert run(package) == (15_022, False)
+    pair = "class Pair(NamedTuple):\n    first: int\n    second: float\n"
+    (package / "pairs.py").write_text(f"from typing import NamedTuple\n\n{pair}")
+    edit(package, "other", pair, "")
+    edit(package, "kernels", "UNUSED, Pair, large", "UNUSED, large\nfrom package_with_kernels.pairs import Pair")
+    assert run(package) == (15_022, False)
+
+
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [

@@ -14,23 +14,18 @@ from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
 from ssd.kernels.arrays import allocate
 from ssd.kernels.fallback import (
-    CONTEXT_BITS,
-    FIRST_SLOTS,
     MAX_COUNT,
     MAX_FOUND,
     SLOTS,
     SLOTS_WITHOUT_CONTEXT,
-    TOTAL_SLOTS,
     FallbackTable,
     FoundFallbacks,
     find_fallbacks,
-    first_slot,
     learn_missed,
 )
-from ssd.kernels.frame import Model
-from ssd.kernels.jit import Int, Tokens, kernel
 from ssd.kernels.learned import LearnedTables
 from ssd.kernels.probabilities import FALLBACK_CELLS, MEAN, SEEN, SEEN_CAP
+from ssd.kernels.step import Model
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT
 from ssd.types import ROOT, Source
 from tests.replay import progress_of
@@ -135,9 +130,10 @@ def events():
 )
 @example([([text, 2, 4], 20 * text + each) for text in (1, 3) for each in range(8)], [1, 2, 4], set(), 0.0, True)
 @example([([1], token) for token in (5, 5, 5, 6)], [1], set(), 0.0, True)  # exactly three quarters
+@example([([3], 5)] * 10 + [([3], 6)] * (MAX_COUNT + 1), [3], set(), 0.0, True)  # counts are halved
 @examples(100)
 def test_candidates_and_means_are_those_of_a_naive_table(events, text, known, least, is_counted):
-    # The contexts of four tokens have different hashes; that is checked below.
+    # The contexts of four tokens have different hashes.
     table, learned = FallbackTable(0.0), LearnedTables.new()
     learned.cells[FALLBACK_CELLS:, MEAN] = np.random.default_rng(0).random(len(learned.cells) - FALLBACK_CELLS)
     naive = NaiveTable(learned.cells)
@@ -158,34 +154,6 @@ def candidates_of(table, text, known, left, learned, least=0.0):
     model = model_of(table, learned)
     count = find_fallbacks(found, model, candidates_with(known), len(known), text.ctypes.data, len(text), left, least)
     return dict(zip(found.tokens[:count].tolist(), found.probs[:count].tolist(), strict=True))
-
-
-@kernel(Tokens, Int, returns=Int)
-def slot_of(text, context):
-    return first_slot(text.ctypes.data, len(text), context)
-
-
-def test_contexts_have_their_own_slots_and_leave_out_the_last_token():
-    assert slot_of(array([1, 2]), 0) == 0
-    assert slot_of(array([1]), 1) == slot_of(array([1, 2]), 2) == -1
-    firsts = {slot_of(array([token, 9]), 1) for token in range(1, 5)}
-    pairs = {slot_of(array([one, other, 9]), 2) for one in range(1, 5) for other in range(1, 5)}
-    assert len(firsts) == 4
-    assert len(pairs) == 16
-    assert min(firsts) >= FIRST_SLOTS[1]
-    assert max(firsts) < FIRST_SLOTS[2] <= min(pairs)
-    assert max(pairs) <= TOTAL_SLOTS - SLOTS
-    assert SLOTS_WITHOUT_CONTEXT + SLOTS * ((1 << CONTEXT_BITS[1]) + (1 << CONTEXT_BITS[2])) == TOTAL_SLOTS
-    assert slot_of(array([1, 5]), 1) == slot_of(array([1, 6]), 1)
-
-
-def test_counts_of_a_context_are_halved():
-    table = FallbackTable(0.0)
-    count_all(table, [([3], 5)] * 10 + [([3], 6)] * MAX_COUNT)
-    before = table.arrays.slots[:2].tolist()
-    assert [row[:2] for row in before] == [[6, MAX_COUNT], [5, 10]]
-    count_all(table, [([3], 6)])
-    assert table.arrays.slots[:2].tolist() == [[6, MAX_COUNT // 2 + 1], [5, 5]]
 
 
 def replay_surprises(drafter, steps, tokens, **start):

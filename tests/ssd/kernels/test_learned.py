@@ -3,7 +3,7 @@
 import numpy as np
 
 from ssd.kernels.learned import PRIOR_FILE, LearnedTables, start_values, tables_layout
-from ssd.kernels.probabilities import FALLBACK_CELLS, FINAL_CELLS, MEAN, SEEN, TOKEN_CELLS, logit
+from ssd.kernels.probabilities import FALLBACK_CELLS, FINAL_CELLS, MEAN, SEEN, TOKEN_CELLS
 
 
 def test_the_file_is_of_these_tables():
@@ -24,12 +24,6 @@ def test_new_tables_start_with_what_was_learned_of_matches_but_not_of_tokens():
     assert not changed[TOKEN_CELLS:FINAL_CELLS].any()
     assert (tables.cells[:, SEEN] >= formulas[:, SEEN]).all()
     assert (tables.weights != weights).any()
-
-
-def test_new_tables_compile_nothing():
-    """All kernels are compiled in advance, but not their helpers."""
-    LearnedTables.new()
-    assert logit.signatures == []
 
 
 def test_tables_do_not_share_memory():

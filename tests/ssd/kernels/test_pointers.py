@@ -158,15 +158,6 @@ def test_a_pointer_to_overwritten_text_is_dropped():
         assert pointers_of(drafter)[GLOBAL].place is None
 
 
-def test_a_pointer_is_followed_until_it_has_too_many_misses():
-    with drafter_of([list(range(50))]) as drafter:
-        drafter.start(1, array(range(8)), learn=False)
-        drafter.draft(progress_of({1: []}, 1))
-        for missed in range(1, DROPPED_MISSES + 2):
-            drafted = drafter.draft(progress_of({1: [60 + missed]}, 8, cost=1e-6)).tokens.tolist()
-            assert (8 + missed in drafted) == (missed <= DROPPED_MISSES)
-
-
 def test_no_pointer_is_set_to_a_running_request():
     output = list(range(100, 120))
     with drafter_of([list(range(50, 80))]) as drafter:

@@ -65,7 +65,8 @@ def draft_two_siblings(steps):
     return np.array(rows)
 
 
-def assert_siblings_are_calibrated(rows):
+def test_probabilities_of_siblings_match_their_frequencies():
+    rows = draft_two_siblings(3000)
     late = rows[len(rows) // 2 :]
     for context, prob in enumerate(PROBS):
         probs = late[late[:, 0] == context, 1:3]
@@ -74,10 +75,6 @@ def assert_siblings_are_calibrated(rows):
         assert abs(probs[:, 1].mean() - (1 - prob)) < 0.03 + 3 * sampling
     predicted, accepted = np.concatenate((late[:, 1], late[:, 2])), np.concatenate((late[:, 3], 1 - late[:, 3]))
     assert calibration_error(predicted, accepted) < 0.05
-
-
-def test_probabilities_of_siblings_match_their_frequencies():
-    assert_siblings_are_calibrated(draft_two_siblings(3000))
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -1,12 +1,10 @@
 """A step of a batch: drafts depend on the text only, and a refused step changes nothing."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.replay import replay
-from tests.replay import drafter_of, progress_of, recording_of
+from tests.replay import drafter_of, progress_of
 from tests.strategies import ALPHABETS, array, examples
 
 SHAPES = st.sampled_from(["path", "tree"])
@@ -76,22 +74,3 @@ def test_room_is_made_for_a_step_that_commits_many_tokens():
         drafts = contents(drafter.draft(everyone))
         assert drafts == contents(another.draft(everyone))
         assert all(tokens for tokens, *_ in drafts)
-
-
-def replayed(shape):
-    """Return all drafts of a few requests that run two at a time, and the counters."""
-    rng, seen = np.random.default_rng(3), []
-    phrases = rng.integers(0, 30, (8, 6))
-    texts = [phrases[rng.integers(0, 8, 10)].ravel() for _ in range(12)]
-    with drafter_of(draft_shape=shape) as drafter:
-        recording = recording_of([(text[:10], text[10:]) for text in texts])
-        replay(recording, drafter, concurrency=2, max_draft=6, observe=lambda step: seen.append(contents(step.drafts)))
-        return seen, [counter.tolist() for counter in drafter.stats.counters]
-
-
-@pytest.mark.parametrize("shape", ["path", "tree"])
-def test_the_same_requests_in_the_same_order_give_the_same_drafts(shape):
-    drafts, counters = replayed(shape)
-    assert (drafts, counters) == replayed(shape)
-    steps, committed, _ = counters[0]
-    assert committed / steps > 1.5

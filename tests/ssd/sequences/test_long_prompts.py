@@ -1,6 +1,7 @@
 """Prompts that a thread sorts while their sequences run."""
 
 import logging
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import pytest
@@ -13,13 +14,37 @@ from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.drafter import SuffixDrafter
 from ssd.sequences.local_index import FRESH_ROOM
-from tests.held_sorting import HeldSorting
 from tests.replay import progress_of
 from tests.ssd.sequences.test_local_index import assert_indexes, index_in
 from tests.strategies import array, examples
 
 CONFIG = DrafterConfig(capacity=50_000)
 PROMPT = np.arange(10_000, 10_001 + LONG_PROMPT, dtype=np.uint32)
+
+
+class HeldSorting(Executor):
+    """Keeps the prompts that a drafter would sort in a thread until `run` sorts them."""
+
+    def __init__(self, drafter):
+        self._held = []
+        drafter._sorter = self
+
+    def submit(self, sort):
+        self._held.append((Future(), sort))
+        return self._held[-1][0]
+
+    def run(self):
+        """Sort the prompts, also those of sequences that have ended, as a thread that has begun does."""
+        for future, sort in self._held:
+            positions = sort()
+            if not future.cancelled():
+                future.set_result(positions)
+        self._held.clear()
+
+    def fail(self, problem):
+        for future, _ in self._held:
+            future.set_exception(problem)
+        self._held.clear()
 
 
 def new_drafter():
