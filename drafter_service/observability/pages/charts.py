@@ -10,14 +10,11 @@ from typing import Literal, NamedTuple
 
 from drafter_service.observability.pages import units
 from drafter_service.observability.pages.page import panel as panel_markup
-from drafter_service.observability.pages.svg import Frame, circle, element, line, polyline, rect, svg, text
 from drafter_service.observability.pages.tables import Cell, Value, cell_text, html_table
 
 Scale = Callable[[float], float]
 """Function from a value to a position in pixels."""
 
-FEW = 30
-"""Smallest denominator of a reliable share; bars with smaller ones are paler."""
 SHARES = [(value, units.share(value)) for value in (0.0, 0.25, 0.5, 0.75, 1.0)]
 MAX_TICKS, MAX_LABELS, MAX_TIMES = 5, 8, 4
 """Maximum number of labels of a y axis, of an x axis, and of an axis of times."""
@@ -34,10 +31,9 @@ DASHED = "dashed"
 
 
 class Chart(NamedTuple):
-    """Columns of a table, drawn as bars, or as lines over the rows, over the times that rows begin with, or over the
-    first column of numbers, with a diagonal."""
+    """Columns of a table, drawn as bars, or as lines over the rows or over the times that rows begin with."""
 
-    kind: Literal["bars", "rows", "time", "diagonal"]
+    kind: Literal["bars", "rows", "time"]
     y_title: str
     columns: Mapping[int, str]
     """Color by column."""
@@ -45,8 +41,6 @@ class Chart(NamedTuple):
     """Column that is a dashed line; 0: none."""
     area: int = 0
     """Column whose line has an area below; 0: none."""
-    counted: int = 0
-    """Column with the denominator of each share; bars with denominators below `FEW` are paler. 0: none."""
     least: float = 0.0
     """Where the y axis begins if no value is below."""
     reference: tuple[float, str] | None = None
@@ -69,10 +63,51 @@ class Panel(NamedTuple):
 
 def render_panel(panel: Panel) -> str:
     """Return a panel of a page: its chart with the table folded below, or the table itself."""
-    table = html_table(panel.heads, panel.rows, kinds=("name", *[""] * (len(panel.heads) - 1)))
+    table = html_table(panel.heads, panel.rows)
     drawn = "" if panel.chart is None else _draw(panel.chart, panel)
     kind = "across" if panel.is_wide else ""
     return panel_markup(panel.title, panel.note, drawn or table, table if drawn else "", kind)
+
+
+# --- SVG
+
+WIDTH, HEIGHT = 400.0, 268.0
+"""Size of a chart, in pixels."""
+LEFT, RIGHT, TOP, FLOOR = 62.0, WIDTH - 12, 14.0, HEIGHT - 44
+"""Edges of the plotting area."""
+DOT = 3.5
+"""Radius of a dot."""
+
+
+def element(name: str, content: str = "", /, **attributes: str | float) -> str:
+    """Return an element; `content` is markup. In attribute names `_` becomes `-`, and `kind` becomes `class`."""
+    written = "".join(
+        f" {'class' if name == 'kind' else name.replace('_', '-')}="
+        f'"{escape(value) if isinstance(value, str) else f"{value:.1f}"}"'
+        for name, value in attributes.items()
+    )
+    return f"<{name}{written}>{content}</{name}>"
+
+
+def _text(words: str, x: float, y: float, **attributes: str | float) -> str:
+    return element("text", escape(words), x=x, y=y, **attributes)
+
+
+def _level(y: float, kind: str) -> str:
+    """Return a horizontal line over the plotting area."""
+    return element("line", x1=LEFT, y1=y, x2=RIGHT, y2=y, kind=kind)
+
+
+def _rect(x: float, y: float, width: float, height: float, kind: str, content: str = "") -> str:
+    return element("rect", content, x=x, y=y, width=max(0.0, width), height=max(0.0, height), kind=kind)
+
+
+def _dot(place: tuple[float, float], kind: str, content: str = "") -> str:
+    return element("circle", content, cx=place[0], cy=place[1], r=DOT, kind=kind)
+
+
+def _polyline(points: Iterable[tuple[float, float]], kind: str) -> str:
+    return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), kind=kind)
 
 
 # --- Scales and axes
@@ -115,8 +150,6 @@ def _x_axis(chart: Chart, panel: Panel) -> tuple[Axis, list[float]]:
     if chart.kind == "time":
         times = [value or 0.0 for value in _numbers(panel, 0)]
         return _time_axis(times[0], times[-1]), times
-    if chart.kind == "diagonal":
-        return Axis(panel.heads[1], 0, 1, SHARES[::2]), [value or 0.0 for value in _numbers(panel, 1)]
     names = [cell_text(row[0]) for row in panel.rows]
     every = max(1, -(-count // (MAX_LABELS - 2 if chart.kind == "bars" else MAX_LABELS)))
     if chart.kind == "bars":
@@ -161,8 +194,6 @@ class Series(NamedTuple):
     points: Sequence[tuple[float, float | None]]
     """Height None: not known; a line has a gap there."""
     style: Literal["line", "area", "bar"]
-    words: Sequence[str] = ()
-    """Tooltips of the points, which then have dots."""
 
     @property
     def line(self) -> str:
@@ -172,84 +203,58 @@ class Series(NamedTuple):
 
 def _draw(chart: Chart, panel: Panel) -> str:
     """Return a chart of a table with its legend."""
-    frame = Frame()
     (x, places), y = _x_axis(chart, panel), _y_axis(chart, panel)
-    words = [_tooltip(panel.heads, row) for row in panel.rows]
-    series = _series_of(chart, panel, places, words)
-    left, top = x.between(frame.left, frame.right_edge), y.between(frame.floor, frame.top)
-    parts = [*_left_axis(frame, y), *_lower_axis(frame, left, x)]
+    words = [element("title", escape(_tooltip(panel.heads, row))) for row in panel.rows]
+    series = [
+        Series(
+            panel.heads[column],
+            DASHED if column == chart.dashed else color,
+            list(zip(places, _numbers(panel, column), strict=True)),
+            "bar" if chart.kind == "bars" else "area" if column == chart.area else "line",
+        )
+        for column, color in chart.columns.items()
+    ]
+    left, top = x.between(LEFT, RIGHT), y.between(FLOOR, TOP)
+    parts = [*_left_axis(y), *_lower_axis(left, x)]
     if chart.reference is not None:
-        height = top(chart.reference[0])
-        parts.append(line(frame.left, height, frame.right_edge, height, kind=DASHED))
+        parts.append(_level(top(chart.reference[0]), DASHED))
     for each in series:
-        parts += _marks(each, left, top, frame.floor)
-    if chart.kind in ("bars", "time"):
+        parts += _marks(each, left, top, words if chart.kind == "rows" and each.color != DASHED else None)
+    if chart.kind != "rows":
         edges = [*places, x.last] if chart.kind == "time" else [place - 0.5 for place in [*places, len(places)]]
         parts += [
-            rect(begin, frame.top, end - begin, frame.floor - frame.top, text, kind="strip")
+            _rect(begin, TOP, end - begin, FLOOR - TOP, "strip", text)
             for (begin, end), text in zip(pairwise(map(left, edges)), words, strict=True)
         ]
-    entries = [
-        (each.line if each.style == "line" else each.color, each.name)
-        for each in series
-        if any(height is not None for _, height in each.points)
-    ]
+    entries = [(each.line if each.style == "line" else each.color, each.name) for each in series]
     known = [] if chart.reference is None else [(DASHED, chart.reference[1])]
+    # Screen readers read the label.
     label = f"{panel.title}: {', '.join(panel.heads[column] for column in chart.columns)}"
-    return svg(frame, label, parts) + legend([*entries, *known])
+    size = f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}"'
+    drawing = f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    return drawing + legend([*entries, *known])
 
 
-def _series_of(chart: Chart, panel: Panel, places: Sequence[float], words: Sequence[str]) -> list[Series]:
-    series = []
-    for column, color in chart.columns.items():
-        name, points = panel.heads[column], list(zip(places, _numbers(panel, column), strict=True))
-        if chart.kind == "bars":
-            series += _bars(name, color, points, _numbers(panel, chart.counted) if chart.counted else None)
-        elif column == chart.dashed:
-            series.append(Series(name, DASHED, points, "line"))
-        else:
-            style: Literal["area", "line"] = "area" if column == chart.area else "line"
-            series.append(Series(name, color, points, style, words if chart.kind != "time" else ()))
-    if chart.kind == "diagonal":
-        series.append(Series(f"{panel.heads[1]} = {chart.y_title}", DASHED, [(0, 0), (1, 1)], "line"))
-    return series
-
-
-def _bars(
-    name: str, color: str, points: Sequence[tuple[float, float | None]], numbers: Sequence[float | None] | None
-) -> list[Series]:
-    """Return series of bars, with those below `FEW` as a series of their own.
-
-    numbers: denominators of the shares; None: not known.
-    """
-    if numbers is None:
-        return [Series(name, color, points, "bar")]
-    is_many = [(number or 0.0) >= FEW for number in numbers]
-    many, few = (
-        [(place, height if enough == wanted else None) for (place, height), enough in zip(points, is_many, strict=True)]
-        for wanted in (True, False)
-    )
-    return [Series(name, color, many, "bar"), Series(f"of fewer than {FEW}", f"{color} pale", few, "bar")]
-
-
-def _marks(series: Series, x: Scale, y: Scale, floor: float) -> list[str]:
+def _marks(series: Series, x: Scale, y: Scale, words: Sequence[str] | None) -> list[str]:
+    """Return the marks of a series; words: tooltips of its points, which are dots then."""
     known = [(x(place), y(height)) for place, height in series.points if height is not None]
     if series.style == "bar":
         slot = x(0.5) - x(-0.5)
-        width, kind = min(MAX_BAR, slot - min(4.0, 0.2 * slot)), f"bar {series.color}"
-        return [rect(place - width / 2, height, width, floor - height, kind=kind) for place, height in known]
-    parts = []
+        width = min(MAX_BAR, slot - min(4.0, 0.2 * slot))
+        return [
+            _rect(place - width / 2, height, width, FLOOR - height, f"bar {series.color}") for place, height in known
+        ]
+    parts, dot = [], f"dot {series.color}"
     for is_known, run in groupby(series.points, lambda point: point[1] is not None):
         placed = [(x(place), y(height or 0.0)) for place, height in run] if is_known else []
         if series.style == "area" and placed:
-            outline = [(placed[0][0], floor), *placed, (placed[-1][0], floor)]
-            parts.append(polyline(outline, kind=f"area {series.color}"))
-        if len(placed) == 1 and not series.words:
-            parts.append(circle(*placed[0], kind=f"dot {series.color}"))
+            parts.append(_polyline([(placed[0][0], FLOOR), *placed, (placed[-1][0], FLOOR)], f"area {series.color}"))
+        if len(placed) == 1 and words is None:
+            parts.append(_dot(placed[0], dot))
         if placed:
-            parts.append(polyline(placed, kind=series.line))
-    words = [text for text, (_, height) in zip(series.words, series.points, strict=False) if height is not None]
-    return parts + [circle(*place, text, kind=f"dot {series.color}") for place, text in zip(known, words, strict=False)]
+            parts.append(_polyline(placed, series.line))
+    shown = [text for text, (_, height) in zip(words or (), series.points, strict=False) if height is not None]
+    return parts + [_dot(place, dot, text) for place, text in zip(known, shown, strict=False)]
 
 
 def _numbers(panel: Panel, column: int) -> list[float | None]:
@@ -261,24 +266,21 @@ def _tooltip(heads: Sequence[str], row: Sequence[Cell]) -> str:
     return f"{cell_text(row[0])}: {', '.join(facts)}"
 
 
-def _left_axis(frame: Frame, axis: Axis) -> list[str]:
+def _left_axis(axis: Axis) -> list[str]:
     """Return horizontal grid lines with their labels, and the vertical title."""
-    scale, parts = axis.between(frame.floor, frame.top), []
+    scale, parts = axis.between(FLOOR, TOP), []
     for value, label in axis.marks:
         height = scale(value)
-        parts.append(line(frame.left, height, frame.right_edge, height, kind="grid"))
-        parts.append(text(label, frame.left - 8, height + 4, text_anchor="end"))
-    place = f"translate(12 {(frame.top + frame.floor) / 2:.1f}) rotate(-90)"
+        parts += [_level(height, "grid"), _text(label, LEFT - 8, height + 4, text_anchor="end")]
+    place = f"translate(12 {(TOP + FLOOR) / 2:.1f}) rotate(-90)"
     return [*parts, element("text", escape(axis.title), transform=place, text_anchor="middle", kind="axis")]
 
 
-def _lower_axis(frame: Frame, scale: Scale, axis: Axis) -> list[str]:
+def _lower_axis(scale: Scale, axis: Axis) -> list[str]:
     """Return labels below the plotting area, shifted where they would leave the chart, and the title."""
-    least, most, height = frame.left + 10, frame.right_edge - 18, frame.floor + 17
-    places = [(min(max(scale(value), least), most), label) for value, label in axis.marks]
-    labels = [text(label, place, height, text_anchor="middle") for place, label in places]
-    middle = (frame.left + frame.right_edge) / 2
-    return [*labels, text(axis.title, middle, frame.height - 6, text_anchor="middle", kind="axis")]
+    places = [(min(max(scale(value), LEFT + 10), RIGHT - 18), label) for value, label in axis.marks]
+    labels = [_text(label, place, FLOOR + 17, text_anchor="middle") for place, label in places]
+    return [*labels, _text(axis.title, (LEFT + RIGHT) / 2, HEIGHT - 6, text_anchor="middle", kind="axis")]
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
