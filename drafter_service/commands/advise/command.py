@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import click
 from annotated_types import Interval
 
-from drafter_service.commands.output import OWNER_ONLY, check_writable, write
 from drafter_service.commands.sources import SourceFlags, preview, shown_progress, source_options
+from drafter_service.observability.measuring.results import OWNER_ONLY, check_writable, write
 from drafter_service.observability.process import own_version
 from drafter_service.settings.flags import File as FilePath
 from drafter_service.settings.flags import Flag, FlagCommand, takes
@@ -80,6 +80,8 @@ def advise(given: SourceFlags, more_sources: tuple[str, ...], options: AdviseFla
         write(out, _page(advice, toml, recording, facts, profile), OWNER_ONLY)
     if config is not None:
         write(config, toml)
+    for path in filter(None, (out, config)):
+        click.echo(f"wrote {path.absolute()}", err=True)
 
 
 def _analyze(
