@@ -49,7 +49,7 @@ def write(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def _failure(path: Path, problem: OSError) -> UserError:
-    return UserError(f"cannot write {path}: {problem.strerror}; give another place")
+    return UserError(f"cannot write to {path}: {problem.strerror}; give another place")
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

@@ -29,5 +29,5 @@ def test_a_page_is_readable_by_its_owner_only(tmp_path):
 @pytest.mark.parametrize("fail", [check_writable, lambda path: write(path, ""), lambda path: prepare(path, ("a",))])
 def test_a_place_that_cannot_be_written_is_refused(tmp_path, fail):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*page.*: Not a directory; give another place"):
+    with pytest.raises(UserError, match=r"cannot write to .*page.*: Not a directory; give another place"):
         fail(tmp_path / "file" / "page")
