@@ -57,7 +57,8 @@ def conformance(options: ConformanceFlags, access: AccessFiles) -> None:
 def _check_engine(listen: str, idle_s: float, *, is_overlapped: bool) -> Any:
     import asyncio
 
-    from drafter_service.commands.conformance.engine_side import RUN_AGAIN, EngineChecker
+    from drafter_service.commands.conformance.checks import RUN_AGAIN
+    from drafter_service.commands.conformance.engine_side import EngineChecker
     from drafter_service.commands.conformance.simulated_service import run_engine_checks
     from drafter_service.transport.address import Address
 
