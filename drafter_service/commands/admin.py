@@ -34,7 +34,6 @@ def health(wait: float, link: Link) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from drafter_service.transport.address import NOT_READY, STATE
-    from ssd.errors import UserError
 
     until = time.monotonic() + wait
     connector = link.connector()
@@ -98,7 +97,6 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
     Exits with 1 if no text has the name given by --request.
     """
     from drafter_service.stubs import drafter_pb2 as pb
-    from ssd.errors import UserError
 
     if (request is not None) + (older_than is not None) + everything != 1:
         raise UserError("give one of --request, --older-than and --everything")
@@ -134,7 +132,6 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
 def snapshot(namespace: str, link: Link) -> None:
     """Save the namespaces to the service's snapshot folder now."""
     from drafter_service.stubs import drafter_pb2 as pb
-    from ssd.errors import UserError
 
     with link.stub() as (stub, metadata):
         saved = stub.Snapshot(pb.SnapshotRequest(namespace=namespace), metadata=metadata).saved

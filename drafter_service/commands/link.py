@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from drafter_service.settings import DEFAULT_ADDRESS
 from drafter_service.settings.flags import File, Flag, takes
+from ssd.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class Link(AccessFiles):
         """Return the `Connector` for the address and files. Raises UserError for unusable files."""
         from drafter_service.auth.connector import ClientAccess, Connector
         from drafter_service.transport.address import Address
-        from ssd.errors import UserError
 
         try:
             access = ClientAccess(self.ca, self.certificate, self.key, self.token_file)
@@ -50,7 +50,6 @@ class Link(AccessFiles):
         import grpc
 
         from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-        from ssd.errors import UserError
 
         connector = self.connector()
         with connector.open() as channel:

@@ -12,7 +12,7 @@ from drafter_service.commands.conformance.command import conformance
 from drafter_service.commands.report import report
 from drafter_service.commands.serve import serve
 from drafter_service.commands.warm import warm
-from ssd.errors import exit_with_message
+from ssd.errors import UserError, exit_with_message
 
 KERNELS = (
     "ssd.acceptance",
@@ -69,7 +69,6 @@ def precompile() -> None:
     from importlib import import_module
     from importlib.util import find_spec
 
-    from ssd.errors import UserError
     from ssd.kernels.progress import ProgressLines, watched_compilation
 
     began = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drafter_service.commands.link import Link, connection_options
-from drafter_service.commands.output import OWNER_ONLY, write
+from drafter_service.observability.measuring.results import OWNER_ONLY, write
 from drafter_service.settings.flags import FlagCommand
 from ssd.errors import UserError
 
@@ -30,6 +30,7 @@ def report(link: Link, namespace: str, html: Path | None, as_json: bool) -> None
         from drafter_service.observability.report.page import render_page
 
         write(html, render_page(made), OWNER_ONLY)
+        click.echo(f"wrote {html.absolute()}", err=True)
     if as_json:
         click.echo(made.model_dump_json(indent=2))
     elif html is None:
@@ -40,44 +41,24 @@ def report(link: Link, namespace: str, html: Path | None, as_json: bool) -> None
         print_report(made, Console())
 
 
-# --- Reports of a running service
-
-
 def fetch_report(link: Link, namespace: str = "") -> Report:
-    """Return the report of one namespace, or of all that the caller may see. Raises UserError if there is none."""
+    """Return the report of one namespace, or of all that the caller may see.
+
+    Raises UserError if there is none, and for one that this version cannot read.
+    """
+    from pydantic import ValidationError
+
+    from drafter_service.observability.report.schema import SCHEMA_VERSION, Report
     from drafter_service.stubs import drafter_pb2 as pb
 
     with link.stub() as (stub, metadata):
         answer = stub.Report(pb.ReportRequest(namespace=namespace), timeout=TIMEOUT_S, metadata=metadata)
-    return read_report(answer.json, link.address)
-
-
-def read_report(document: str, server: str) -> Report:
-    """Return a report from JSON. Raises UserError for one that this version cannot read; `server` is for the text."""
-    from pydantic import ValidationError
-
-    from drafter_service.observability.pages import units
-    from drafter_service.observability.report.schema import SCHEMA_VERSION, Report
-
     try:
-        return Report.model_validate_json(document)
+        return Report.model_validate_json(answer.json)
     except ValidationError as problem:
-        version = _version_of(document)
-        if version not in (None, SCHEMA_VERSION):
-            raise UserError(
-                f"{server} writes reports of version {units.shortened(str(version))}, and this ssd-drafter reads "
-                f"version {SCHEMA_VERSION}; use the ssd-drafter that runs there"
-            ) from None
         first = problem.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"])) or "the document"
-        raise UserError(f"the answer of {server} is not a report ({field}: {first['msg']}); is it a drafter?") from None
-
-
-def _version_of(document: str) -> object:
-    import json
-
-    try:
-        parsed = json.loads(document)
-    except ValueError:
-        return None
-    return parsed.get("schema_version") if isinstance(parsed, dict) else None
+        raise UserError(
+            f"{link.address} does not answer with a report of version {SCHEMA_VERSION}, which this ssd-drafter reads "
+            f"({field}: {first['msg']}); use the ssd-drafter that runs there"
+        ) from None

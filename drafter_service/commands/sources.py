@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +16,12 @@ from drafter_service.settings.flags import Flag, takes
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.progress import Progress
     from rich.table import Table
 
-    from drafter_service.ingest.documents import Faults, Part, Sample
+    from drafter_service.ingest.documents import Faults, Part
     from drafter_service.ingest.files import File
+    from drafter_service.ingest.pipeline import LoadProgress
     from drafter_service.ingest.reading import Reading
 
 EXCERPT_CHARS = 70
@@ -83,7 +85,8 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
     if not reading.samples:
         raise UserError(f"no documents were found: {reading.faults.summary or 'the files are empty'}")
     console = Console()
-    Excerpts(console, reading, quiet=quiet).show()
+    for text in [] if quiet else new_excerpts(reading, set()):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"files: {listed(reading.kinds)}\ndocuments: {listed(counts_of(reading))}\n{note}", markup=False)
     if reading.faults.by_reason:
         console.print(skipped_table(reading.faults))
@@ -110,30 +113,44 @@ def skipped_table(faults: Faults) -> Table:
     return table
 
 
-class Excerpts:
-    """Prints what is taken as outputs, once for each format, as soon as it is known."""
+@contextmanager
+def shown_progress(
+    files: Sequence[File], reading: Reading, last_stage: str = "reading", *, quiet: bool
+) -> Iterator[tuple[Progress, Callable[[LoadProgress], None]]]:
+    """Show a progress bar and, unless `quiet`, excerpts of each format as soon as it is known, on standard error.
 
-    def __init__(self, console: Console, reading: Reading, *, quiet: bool) -> None:
-        self._console = console
-        self._reading = reading
-        self._shown: set[str] = set()
-        self._quiet = quiet
+    Yields the bar, and what a load calls after each batch. last_stage: what is done once all bytes are read.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    def show(self) -> None:
-        """Print the formats that were found since the last call."""
-        for name, sample in [] if self._quiet else list(self._reading.samples.items()):
-            if name not in self._shown:
-                self._shown.add(name)
-                self._console.print(self._text(name, sample), markup=False, highlight=False, soft_wrap=True)
+    total, shown = sum(file.size for file in files), set[str]()
+    columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.fields[speed]}"))
+    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("reading", total=total or None, speed="")
 
-    def _text(self, name: str, sample: Sample) -> str:
-        excerpts = "".join(f"\n    {self._excerpt(output)}" for output in sample.outputs)
-        place = printable(sample.place)
-        return f"{name}, from {place}: {sample.documents:,} documents found, with outputs such as{excerpts}"
+        def watch(state: LoadProgress) -> None:
+            speed = f"{state.tokens / (progress.tasks[task].elapsed or 1e-9):,.0f} tokens/s"
+            stage = last_stage if total and state.bytes_read >= total else "reading"
+            progress.update(task, completed=state.bytes_read, speed=speed, description=stage)
+            for text in [] if quiet else new_excerpts(reading, shown):
+                progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _excerpt(self, output: Part) -> str:
-        vocabulary = self._reading.vocabulary
-        if not isinstance(output, str):
-            output = vocabulary.decode(output) if vocabulary else f"token ids {output.tolist()}"
-        text = printable(" ".join(output.split()))
-        return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}..."
+        yield progress, watch
+
+
+def new_excerpts(reading: Reading, shown: set[str]) -> Iterator[str]:
+    """Yield what is taken as outputs, for each format that is not in `shown`, and add these formats to it."""
+    for name, sample in list(reading.samples.items()):
+        if name not in shown:
+            shown.add(name)
+            excerpts = "".join(f"\n    {_excerpt(output, reading)}" for output in sample.outputs)
+            place = printable(sample.place)
+            yield f"{name}, from {place}: {sample.documents:,} documents found, with outputs such as{excerpts}"
+
+
+def _excerpt(output: Part, reading: Reading) -> str:
+    if not isinstance(output, str):
+        output = reading.vocabulary.decode(output) if reading.vocabulary else f"token ids {output.tolist()}"
+    text = printable(" ".join(output.split()))
+    return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}..."

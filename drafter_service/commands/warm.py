@@ -11,11 +11,11 @@ import click
 
 from drafter_service.commands.link import Link, connection_options
 from drafter_service.commands.sources import (
-    Excerpts,
     SourceFlags,
     counts_of,
     listed,
     preview,
+    shown_progress,
     skipped_table,
     source_options,
 )
@@ -25,7 +25,6 @@ from ssd.errors import UserError
 
 if TYPE_CHECKING:
     from drafter_service.ingest.documents import Sink, Totals
-    from drafter_service.ingest.files import File
     from drafter_service.ingest.reading import Reading
 
 IN_USE = (
@@ -54,6 +53,7 @@ class WarmFlags:
 @connection_options
 def warm(given: SourceFlags, more_sources: tuple[str, ...], options: WarmFlags, link: Link) -> None:
     """Learn from logs and text before the first requests."""
+    from drafter_service.ingest import pipeline
     from drafter_service.server.store import exclusive_use, folder_of
 
     snapshot, namespace, tokenizer, quiet = options.snapshot, options.namespace, given.tokenizer, given.quiet
@@ -79,7 +79,8 @@ def warm(given: SourceFlags, more_sources: tuple[str, ...], options: WarmFlags, 
             sink = _into_service(link, namespace, tokenizer, shadow=shadow)
         try:
             began = time.perf_counter()
-            learned = _load(files, reading, sink, quiet=quiet)
+            with shown_progress(files, reading, "sorting and saving", quiet=quiet) as (_, watch):
+                learned = pipeline.load(files, reading, sink, watch)
         except KeyboardInterrupt:
             kept = "nothing was saved" if snapshot else "the same command skips what the service has learned"
             raise UserError(f"interrupted; {kept}") from None
@@ -101,29 +102,6 @@ def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, 
     if advice := sink.state.advice("give --namespace {}"):
         click.echo(f"warning: {advice}", err=True)
     return sink
-
-
-def _load(files: list[File], reading: Reading, sink: Sink, *, quiet: bool) -> Totals:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from drafter_service.ingest import pipeline
-
-    total = sum(file.size for file in files)
-    columns = (BarColumn(20), DownloadColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    console = Console(stderr=True)
-    excerpts = Excerpts(console, reading, quiet=quiet)
-    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
-        task = progress.add_task("reading", total=total or None, speed="")
-
-        def watch(state: pipeline.LoadProgress) -> None:
-            seconds = progress.tasks[task].elapsed or 1e-9
-            speed = f"{state.tokens / seconds:,.0f} tokens/s"
-            stage = "sorting and saving" if total and state.bytes_read >= total else "reading"
-            progress.update(task, completed=state.bytes_read, speed=speed, description=stage)
-            excerpts.show()
-
-        return pipeline.load(files, reading, sink, watch)
 
 
 def _show(learned: Totals, seconds: float, reading: Reading) -> None:

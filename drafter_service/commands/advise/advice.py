@@ -27,10 +27,6 @@ MIN_RELIABLE_TOKENS = 20_000
 """Output tokens from which the figures of a log are reliable."""
 CURVE_POINTS = 40
 """Number of points of the growth curve."""
-PREFIX_TOKENS = 32
-"""Requests whose prompts begin with the same tokens form a group."""
-MIN_GROUP_SHARE = 0.01
-MAX_GROUPS = 12
 SOURCE_COVERAGE = 0.98
 """Share of the accepted tokens whose sources the recommended capacity keeps."""
 AGES = tuple(1 << power for power in range(12, 33))
@@ -38,7 +34,7 @@ AGES = tuple(1 << power for power in range(12, 33))
 
 @dataclass(frozen=True)
 class Group:
-    """Requests that have something in common."""
+    """Requests with outputs of similar length."""
 
     name: str
     requests: int
@@ -65,10 +61,8 @@ class Advice:
     once, over the first part of the log."""
     growth: Sequence[tuple[int, float]]
     """Output tokens remembered so far, and tokens per step of the requests that ended then."""
-    groups: Sequence[Group]
-    """By prompt prefix, most output tokens first."""
     sizes: Sequence[Group]
-    """By length of the output."""
+    """Requests by length of the output."""
     kept: Sequence[tuple[int, float]]
     """Tokens remembered, and share of the accepted tokens whose source would still be in the corpus."""
     tokens_per_hour: float | None
@@ -132,7 +126,6 @@ def advise(
         speedups=[one for one in samples if not one.trial.is_padded and one not in shorter],
         lengths=[*(one for one in shorter if not one.trial.is_padded), *padded],
         growth=_growth(whole.counts),
-        groups=_prefix_groups(recording, whole.counts),
         sizes=_size_groups(whole.counts),
         kept=kept,
         tokens_per_hour=_tokens_per_hour(recording),
@@ -177,29 +170,6 @@ def _growth(counts: Counts) -> list[tuple[int, float]]:
     return points
 
 
-def _prefix_groups(recording: Recording, counts: Counts) -> list[Group]:
-    """Return the largest groups of requests whose prompts begin alike, and all others as one group."""
-    members: dict[bytes, list[int]] = {}
-    tokens = np.asarray(recording.tokens)
-    for request, start, length in zip(
-        range(len(recording)), recording.starts.tolist(), recording.prompt_lengths.tolist(), strict=False
-    ):
-        prefix = tokens[start : start + min(length, PREFIX_TOKENS)].tobytes()
-        members.setdefault(prefix, []).append(request)
-    total = int(counts.tokens.sum())
-    groups = sorted((rows for rows in members.values() if len(rows) > 1), key=lambda rows: -counts.tokens[rows].sum())
-    least = MIN_GROUP_SHARE * total
-    large = [rows for rows in groups[:MAX_GROUPS] if counts.tokens[rows].sum() >= least]
-    others = np.setdiff1d(np.arange(len(recording)), np.concatenate([[], *large])).astype(int).tolist()
-    named = [_group(f"prompt prefix {number}", rows, counts, total) for number, rows in enumerate(large, 1)]
-    return [*named, *([_group("all other requests", others, counts, total)] if others else [])]
-
-
-def _group(name: str, rows: Sequence[int], counts: Counts, total: int) -> Group:
-    own = int(counts.tokens[rows].sum())
-    return Group(name, len(rows), own / total, own / int(counts.steps[rows].sum()))
-
-
 def _size_groups(counts: Counts) -> list[Group]:
     """Return about a quarter of the requests each, by length of their outputs; equal lengths are in one group."""
     lengths = counts.tokens
@@ -209,7 +179,8 @@ def _size_groups(counts: Counts) -> list[Group]:
         rows = np.flatnonzero((lengths > least) & (lengths <= most))
         first, last = int(lengths[rows].min()), int(lengths[rows].max())
         name = f"{first:,} output tokens" if first == last else f"{first:,} to {last:,} output tokens"
-        groups.append(_group(name, rows.tolist(), counts, total))
+        own = int(lengths[rows].sum())
+        groups.append(Group(name, len(rows), own / total, own / int(counts.steps[rows].sum())))
     return groups
 
 

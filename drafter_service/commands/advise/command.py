@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import click
 from annotated_types import Interval
 
-from drafter_service.commands.output import OWNER_ONLY, check_writable, write
-from drafter_service.commands.sources import Excerpts, SourceFlags, preview, source_options
+from drafter_service.commands.sources import SourceFlags, preview, shown_progress, source_options
+from drafter_service.observability.measuring.results import OWNER_ONLY, check_writable, write
 from drafter_service.observability.process import own_version
 from drafter_service.settings.flags import File as FilePath
 from drafter_service.settings.flags import Flag, FlagCommand, takes
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from drafter_service.commands.advise.advice import Advice
     from drafter_service.commands.advise.reading import LogFacts
     from drafter_service.commands.advise.trials import Outcome, Trial
     from drafter_service.ingest.files import File
-    from drafter_service.ingest.pipeline import LoadProgress
     from drafter_service.ingest.reading import Reading
     from ssd.budget.cost_profile import CostProfile
     from ssd.replay import Recording
@@ -83,45 +80,28 @@ def advise(given: SourceFlags, more_sources: tuple[str, ...], options: AdviseFla
         write(out, _page(advice, toml, recording, facts, profile), OWNER_ONLY)
     if config is not None:
         write(config, toml)
+    for path in filter(None, (out, config)):
+        click.echo(f"wrote {path.absolute()}", err=True)
 
 
 def _analyze(
     files: list[File], reading: Reading, tokens: BinaryIO, profile: CostProfile, concurrency: int | None, *, quiet: bool
 ) -> tuple[Advice, Recording, LogFacts]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
     from drafter_service.commands.advise.advice import advise as advice_of
     from drafter_service.commands.advise.advice import plan_samples, plan_whole
+    from drafter_service.commands.advise.reading import read_requests
     from drafter_service.commands.advise.trials import run_trial, size_of
 
-    columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        recording, facts = _read(files, reading, tokens, progress, quiet=quiet)
+    with shown_progress(files, reading, quiet=quiet) as (progress, watch):
+        recording, facts = read_requests(files, reading, tokens, watch)
 
         def run(what: str, trials: list[Trial]) -> list[Outcome]:
-            task = progress.add_task(what, total=size_of(recording, trials))
+            task = progress.add_task(what, total=size_of(recording, trials), speed="")
             return [run_trial(recording, profile, each, lambda count: progress.advance(task, count)) for each in trials]
 
         samples = run("comparing settings", plan_samples(recording, profile, concurrency))
         [whole] = run("replaying the log", [plan_whole(recording, concurrency, samples)])
     return advice_of(recording, facts, profile, samples, whole, concurrency), recording, facts
-
-
-def _read(
-    files: list[File], reading: Reading, tokens: BinaryIO, progress: Progress, *, quiet: bool
-) -> tuple[Recording, LogFacts]:
-    from drafter_service.commands.advise.reading import read_requests
-
-    total = sum(file.size for file in files)
-    task = progress.add_task("reading", total=total or None)
-    excerpts = Excerpts(progress.console, reading, quiet=quiet)
-
-    def watch(state: LoadProgress) -> None:
-        progress.update(task, completed=state.bytes_read)
-        excerpts.show()
-
-    return read_requests(files, reading, tokens, watch)
 
 
 def _settings_file(advice: Advice, steps: dict[str, str]) -> str:

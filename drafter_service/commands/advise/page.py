@@ -56,7 +56,7 @@ def panels_of(advice: Advice) -> list[Panel]:
     groups: list[Sequence[Cell]] = [
         (group.name, Value(group.requests, units.count), Value(group.share, units.share),
          Value(group.tokens_per_step, units.ratio))
-        for group in (*advice.groups, *advice.sizes)
+        for group in advice.sizes
     ]  # fmt: skip
     return [
         _by_concurrency(advice),
@@ -79,10 +79,9 @@ def panels_of(advice: Advice) -> list[Panel]:
         Panel("Settings compared", f"On {sample_of(advice)}.", HEADS, rows_of(advice), is_wide=True),
         Panel(
             "Which requests gain",
-            "By the first tokens of the prompt, and by the length of the output.",
+            "By the length of the output.",
             ("requests", "number", "share of output", "tokens per step"),
             groups,
-            is_wide=True,
         ),
     ]
 

@@ -72,3 +72,29 @@ class Checks:
     def lines(self) -> list[str]:
         """Return the outcomes, a line each."""
         return [check.line for check in self._checks.values()]
+
+
+# --- The checks of an engine
+
+RUN_AGAIN = "run the same prompts again, greedily, with outputs of 32 tokens or more"
+
+RULES = (
+    Check("hello", "the first request introduces the client and its model", "no engine has connected"),
+    Check("requests", "requests are well formed, with token ids below vocab_size", "no engine has sent a batch"),
+    Check("starts", "sequences start once, and before batches and finishes name them", "no sequence started"),
+    Check("finishes", "every sequence finishes", "no sequence finished"),
+    Check("counts", "tokens, verified and steps agree in every step", RUN_AGAIN),
+    Check("drafts used", "drafts are verified and accepted", f"no draft token was accepted; {RUN_AGAIN}"),
+    Check(
+        "step times",
+        "durations of steps are possible, and agree with the tokens of the batch",
+        "the engine sends no step_seconds, so the service cannot learn how much to draft for it",
+        is_optional=True,
+    ),
+    Check("output", "drafts do not change the output", RUN_AGAIN),
+    Check("late answer", "the draft of a late answer does not count as verified", RUN_AGAIN),
+    Check("lost sequence", "a lost sequence starts again with all of its tokens", RUN_AGAIN),
+    Check("error", "tokens of a request that was answered with an error are sent again", RUN_AGAIN),
+    Check("broken stream", "after a broken stream, sequences start again with all of their tokens", RUN_AGAIN),
+)
+"""The checks of an engine's side."""

@@ -45,7 +45,10 @@ def conformance(options: ConformanceFlags, access: AccessFiles) -> None:
     if listen is not None:
         checks = _check_engine(listen, options.idle, is_overlapped=options.overlapped)
     else:
-        checks = _check_service(Link(**vars(access), address=str(connect)), options.namespace or "")
+        from drafter_service.commands.conformance.service_side import check_service
+
+        link = Link(**vars(access), address=str(connect))
+        checks = check_service(link.connector(), options.namespace or "")
     for line in checks.lines:
         click.echo(line)
     sys.exit(1 if checks.failures else 0)
@@ -54,7 +57,8 @@ def conformance(options: ConformanceFlags, access: AccessFiles) -> None:
 def _check_engine(listen: str, idle_s: float, *, is_overlapped: bool) -> Any:
     import asyncio
 
-    from drafter_service.commands.conformance.engine_side import RUN_AGAIN, EngineChecker
+    from drafter_service.commands.conformance.checks import RUN_AGAIN
+    from drafter_service.commands.conformance.engine_side import EngineChecker
     from drafter_service.commands.conformance.simulated_service import run_engine_checks
     from drafter_service.transport.address import Address
 
@@ -67,9 +71,3 @@ def _check_engine(listen: str, idle_s: float, *, is_overlapped: bool) -> Any:
     except KeyboardInterrupt:
         checker.conclude()
     return checker.checks
-
-
-def _check_service(link: Link, namespace: str) -> Any:
-    from drafter_service.commands.conformance.service_side import ServiceChecker
-
-    return ServiceChecker(link.connector(), namespace).run()

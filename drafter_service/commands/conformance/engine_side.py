@@ -6,8 +6,9 @@ of the engine can be checked: a step commits the accepted tokens of the draft th
 from __future__ import annotations
 
 import math
-from collections import abc
+from collections import abc, deque
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,15 +17,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from drafter_service.commands.conformance.checks import Check, Checks
-from drafter_service.commands.conformance.sequences import (
-    EVENT_AT,
-    EVENTS,
-    MAX_DRAFT,
-    Scenario,
-    Sequence,
-    SequenceRules,
-)
+from drafter_service.commands.conformance.checks import RULES, Checks
 from drafter_service.server.requests import StartedSequence, read_finish, read_start
 from drafter_service.server.session import error_response
 from drafter_service.stubs import drafter_pb2 as pb
@@ -37,32 +30,62 @@ from drafter_service.transport.wire import (
     pack,
     read_batch,
 )
+from ssd.corpus.ring import MAX_TOKEN_ID
 from ssd.types import DraftBatch, Path, Progress
 
 ACCEPT_PROB = 0.9
 """`accept_prob` of every draft token."""
-RUN_AGAIN = "run the same prompts again, greedily, with outputs of 32 tokens or more"
+MAX_DRAFT = 4
+"""Maximum number of draft tokens; small, so that short outputs take enough steps."""
+EVENT_AT = 2
+"""Number of batches of a sequence before the event of its scenario."""
 
-RULES = (
-    Check("hello", "the first request introduces the client and its model", "no engine has connected"),
-    Check("requests", "requests are well formed, with token ids below vocab_size", "no engine has sent a batch"),
-    Check("starts", "sequences start once, and before batches and finishes name them", "no sequence started"),
-    Check("finishes", "every sequence finishes", "no sequence finished"),
-    Check("counts", "tokens, verified and steps agree in every step", RUN_AGAIN),
-    Check("drafts used", "drafts are verified and accepted", f"no draft token was accepted; {RUN_AGAIN}"),
-    Check(
-        "step times",
-        "durations of steps are possible, and agree with the tokens of the batch",
-        "the engine sends no step_seconds, so the service cannot learn how much to draft for it",
-        is_optional=True,
-    ),
-    Check("output", "drafts do not change the output", RUN_AGAIN),
-    Check("late answer", "the draft of a late answer does not count as verified", RUN_AGAIN),
-    Check("lost sequence", "a lost sequence starts again with all of its tokens", RUN_AGAIN),
-    Check("error", "tokens of a request that was answered with an error are sent again", RUN_AGAIN),
-    Check("broken stream", "after a broken stream, sequences start again with all of their tokens", RUN_AGAIN),
-)
-"""The checks of an engine's side."""
+
+class Scenario(Enum):
+    """Plan for a sequence: its drafts or, for the last four, an event. The value is the check of what follows it."""
+
+    NONE = ""
+    """No drafts: its output is what later runs of the prompt must produce."""
+    RIGHT = "drafts used"
+    """The output, now and then with a wrong last token."""
+    WRONG = "output"
+    """Wrong tokens."""
+    LATE = "late answer"
+    LOST = "lost sequence"
+    ERROR = "error"
+    BROKEN = "broken stream"
+
+
+EVENTS = (Scenario.LATE, Scenario.LOST, Scenario.ERROR, Scenario.BROKEN)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A sequence of the engine."""
+
+    sequence_id: int
+    prompt: tuple[int, ...]
+    """Hints and prompt."""
+    request_id: str
+    scenario: Scenario
+    output: list[int] = field(default_factory=list)
+    """Committed tokens."""
+    draft: list[int] = field(default_factory=list)
+    """The last draft."""
+    had_draft: bool = False
+    """Whether any of its drafts had tokens."""
+    batches: int = 0
+    event: str | None = None
+    """Name of the check that the sequence's next tokens are about."""
+    shortfall: tuple[str, str] | None = None
+    """The check that fails if the last tokens were not the end of the output, and the failure."""
+    is_over: bool = False
+    """Whether the engine has ended the sequence while the service did not have it."""
+
+    @property
+    def label(self) -> str:
+        """Name of the sequence in failures."""
+        return f"sequence {self.sequence_id}"
 
 
 class Row(NamedTuple):
@@ -101,7 +124,9 @@ class EngineChecker:
         """is_overlapped: whether the engine requests drafts while a step is in flight."""
         self.checks = Checks(map(replace, RULES))
         self._is_overlapped = is_overlapped
-        self._rules = SequenceRules(self.checks, is_overlapped=is_overlapped)
+        self._outputs: dict[tuple[int, ...], list[int]] = {}
+        """Outputs of the first runs, which have no drafts, by prompt."""
+        self._scenarios: deque[Scenario] = deque(scenario for scenario in Scenario if scenario is not Scenario.NONE)
         self._streams: set[EngineStream] = set()
         self._missing: list[Sequence] = []
         """Sequences that the engine must start again."""
@@ -196,15 +221,10 @@ class EngineChecker:
         expect = partial(self.checks.expect, "step times")
         for step in batch.step_times:
             self.checks.see("step times")
-            expect(
-                0 < step.seconds < math.inf and 0 <= step.drafting_s < math.inf,
-                f"a step took {step.seconds} seconds, and drafting delayed it by {step.drafting_s}; these must be "
-                "finite, and the first must not be 0",
-            )
-            expect(
-                1 <= step.sequences <= step.tokens,
-                f"a step ran {step.tokens} tokens of {step.sequences} sequences; each has at least one",
-            )
+            is_possible = 0 < step.seconds < math.inf and 0 <= step.drafting_s < math.inf
+            is_possible &= 1 <= step.sequences <= step.tokens
+            wrong = "a duration must be above 0, drafting must not be negative, and each sequence has a token"
+            expect(is_possible, f"{step} is not possible: {wrong}")
         is_one_step = batch.steps is None or int(batch.steps.max(initial=1)) <= 1
         if batch.step_times and is_one_step and not self._is_overlapped:
             least = int(np.count_nonzero(np.diff(batch.offsets))) + int(batch.verified.sum())
@@ -223,7 +243,7 @@ class EngineChecker:
             sequence = stream.running.get(row.sequence_id)
             if sequence is None or sequence.scenario not in EVENTS or sequence.batches < EVENT_AT:
                 continue
-            left = self._rules.after(sequence.prompt, [*sequence.output, *row.tokens])
+            left = self._after(sequence.prompt, [*sequence.output, *row.tokens])
             if len(left) > MAX_DRAFT and row.limit:
                 event, sequence.scenario = sequence.scenario, Scenario.RIGHT
                 if event is not Scenario.LATE:
@@ -250,9 +270,9 @@ class EngineChecker:
         if missing:
             sequence = missing[0]
             self._missing.remove(sequence)
-            self._rules.restart(sequence, committed)
+            self._restart(sequence, committed)
         else:
-            scenario = self._rules.assign(prompt) if not committed else Scenario.RIGHT
+            scenario = self._assign(prompt) if not committed else Scenario.RIGHT
             sequence = Sequence(sequence_id, prompt, request_id, scenario, committed)
         sequence.sequence_id, sequence.draft = sequence_id, []
         stream.running[sequence_id] = sequence
@@ -267,9 +287,9 @@ class EngineChecker:
             for missing in self._missing:
                 missing.is_over |= missing.sequence_id == finish.sequence_id
             return False
-        self._rules.commit(sequence, tokens.tolist(), finish.verified, max(1, finish.steps))
+        self._check_commit(sequence, tokens.tolist(), finish.verified, max(1, finish.steps))
         self.checks.see("finishes")
-        self._rules.end(sequence)
+        self._end(sequence)
         return True
 
     def draft(self, stream: EngineStream, row: Row) -> list[int] | None:
@@ -282,8 +302,8 @@ class EngineChecker:
             self._lose(stream.running.pop(row.sequence_id), sequence.event)
             stream.lost.add(row.sequence_id)
             return None
-        self._rules.commit(sequence, row.tokens, row.verified, row.steps)
-        path = self._rules.draft(sequence, row.limit, stream.vocab_size)
+        self._check_commit(sequence, row.tokens, row.verified, row.steps)
+        path = self._plan_draft(sequence, row.limit, stream.vocab_size)
         if stream.is_late and path:
             sequence.event = Scenario.LATE.value
         return path
@@ -296,6 +316,99 @@ class EngineChecker:
         """Check that a sequence which a request names, and which is not running, was lost."""
         wrong = f"a request names sequence {sequence_id}, which is not running"
         self.checks.expect("starts", sequence_id in stream.lost, wrong)
+
+    # Rules for the text of a sequence, compared with the first run of its prompt.
+
+    def _assign(self, prompt: tuple[int, ...]) -> Scenario:
+        """Return the scenario of a sequence that starts."""
+        if prompt not in self._outputs:
+            return Scenario.NONE
+        return self._scenarios.popleft() if self._scenarios else Scenario.RIGHT
+
+    def _after(self, prompt: tuple[int, ...], output: list[int]) -> list[int]:
+        """Return the tokens that are expected after an output; none if it is not as before."""
+        expected = self._outputs.get(prompt, [])
+        return expected[len(output) :] if expected[: len(output)] == output else []
+
+    def _plan_draft(self, sequence: Sequence, limit: int, vocab_size: int) -> list[int]:
+        """Return the draft that the scenario of a sequence plans; limit: its maximum length."""
+        path = self._after(sequence.prompt, sequence.output)[: min(limit, MAX_DRAFT)]
+        wrong = [(token + 1) % (vocab_size or MAX_TOKEN_ID) for token in path]
+        if sequence.scenario is Scenario.WRONG:
+            path = wrong
+        elif sequence.scenario is Scenario.RIGHT and sequence.batches % 2 and len(path) > 1:
+            path = [*path[:-1], wrong[-1]]
+        sequence.draft = path
+        sequence.had_draft |= bool(path)
+        sequence.batches += 1
+        return path
+
+    def _check_commit(self, sequence: Sequence, tokens: list[int], verified: int, steps: int) -> None:
+        """Check the tokens of some steps, and add them to the output."""
+        check, sequence.event = sequence.event or "counts", None if tokens else sequence.event
+        drafted = len(sequence.draft)
+        self.checks.expect(
+            check, verified <= drafted, f"{sequence.label} verified {verified} tokens of a draft of {drafted}"
+        )
+        if tokens:
+            self._check_counts(sequence, tokens, verified, max(1, steps), check)
+            sequence.output = [*sequence.output, *tokens]
+            sequence.draft = []
+            self._check_output(sequence, check if check == "error" else "output")
+
+    def _restart(self, sequence: Sequence, committed: list[int]) -> None:
+        """Check the tokens with which a missing sequence starts again."""
+        known, check = len(sequence.output), sequence.event or "finishes"
+        kept = common_length(committed, sequence.output)
+        self.checks.expect(
+            check,
+            kept == known,
+            f"{sequence.label} had {known} output tokens, and started again with {len(committed)}, of which the "
+            f"first {kept} are the same; a start has all committed tokens",
+        )
+        sequence.output, sequence.event, sequence.is_over = committed, None, False
+        self._check_output(sequence, check)
+        self.checks.see(check)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Keep the output of a finished sequence that had no drafts."""
+        if sequence.scenario is Scenario.NONE and sequence.output:
+            self._outputs.setdefault(sequence.prompt, sequence.output)
+        if sequence.scenario in EVENTS:
+            self._scenarios.append(sequence.scenario)  # It was too short for the event.
+
+    def _check_counts(self, sequence: Sequence, tokens: list[int], verified: int, steps: int, check: str) -> None:
+        accepted = common_length(sequence.draft[:verified], tokens)
+        if sequence.shortfall is not None:
+            self.checks.fail(*sequence.shortfall)
+        says = (
+            f"{sequence.label} committed {len(tokens)} tokens in steps={steps} with verified={verified}; its draft "
+            f"agrees in {accepted} of the verified tokens, "
+        )
+        if self._is_overlapped:
+            # Tokens may be accepted ones of other drafts as well.
+            self.checks.expect(check, len(tokens) >= steps, f"{says}and a step makes one token at least")
+        else:
+            says += f"which makes {accepted + steps} tokens"
+            self.checks.expect(check, len(tokens) <= accepted + steps, says)
+            # The end of an output may be cut, at a stop token or at the maximum length.
+            sequence.shortfall = (check, says) if len(tokens) < accepted + steps else None
+        if accepted:
+            self.checks.see("drafts used")
+        if accepted or check != "counts":
+            self.checks.see(check)
+
+    def _check_output(self, sequence: Sequence, check: str) -> None:
+        if sequence.had_draft:
+            self.checks.see("output")
+        expected, output = self._outputs.get(sequence.prompt, []), sequence.output
+        index = common_length(expected, output)
+        if index < min(len(expected), len(output)):
+            self.checks.fail(
+                check,
+                f"output token {index} of {sequence.label} is {output[index]}, another one than in the run of the same "
+                "prompt without drafts; run greedily, and send each committed token once",
+            )
 
 
 def rows_of(batch: Progress) -> list[Row]:
@@ -312,3 +425,9 @@ def batch_of(paths: abc.Sequence[abc.Sequence[int]]) -> DraftBatch:
     return DraftBatch.from_paths(
         [Path(np.array(path, np.uint32), np.full(len(path), ACCEPT_PROB, np.float32)) for path in paths]
     )
+
+
+def common_length(one: list[int], other: list[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 
 import grpc
 import numpy as np
@@ -38,6 +38,7 @@ LEARNING_TIMEOUT_S = 10.0
 POLL_S = 0.02
 NO_ACCESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """Codes of a handshake that say nothing about the protocol."""
+REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 ACCESS = "gRPC, welcome"
 """Name of the first check. Without access to the service it fails with a code of `NO_ACCESS`."""
 NO_LIMIT = (1 << 32) - 1
@@ -70,6 +71,8 @@ class TestedStream:
     """A stream after its handshake."""
 
     raw: RawStream
+    open_call: Call
+    """Opens another stream."""
     welcome: pb.Welcome
     first_token: int
     """Tokens from this one on are the stream's own: no other text has them."""
@@ -260,13 +263,17 @@ def _end(stream: TestedStream) -> None:
     require(ended.code() is grpc.StatusCode.OK, f"the stream ended with {described(ended)}")
 
 
-REFUSALS: dict[str, tuple[str, pb.Hello | None]] = {
-    "version": (f"a hello of another protocol than {PROTOCOL} ends the stream", pb.Hello(protocol=99)),
-    "engine name": ("an invalid name of an engine ends the stream", pb.Hello(protocol=PROTOCOL, engine="a b")),
-    "no hello": ("a first request without hello ends the stream", None),
-}
-"""First requests that a service must refuse, by the rule's name."""
-REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+@_rule
+def _refused_hello(stream: TestedStream) -> None:
+    """a hello of another protocol, or of an invalid engine name, and a first request without hello end the stream"""
+    for hello in (pb.Hello(protocol=99), pb.Hello(protocol=PROTOCOL, engine="a b"), None):
+        if hello is not None:
+            hello.namespace = stream.welcome.namespace
+        with closing(RawStream(stream.open_call)) as raw:
+            raw.send(pb.DraftRequest(step=1, hello=hello).SerializeToString())
+            ended = end_of(raw)
+            expected = f"{described(ended)}; expected is FAILED_PRECONDITION or INVALID_ARGUMENT, with a message"
+            require(ended.code() in REFUSED and bool(ended.details()), f"the stream ended with {expected}")
 
 
 def end_of(stream: RawStream) -> grpc.RpcError:
@@ -286,82 +293,52 @@ def described(ended: grpc.RpcError) -> str:
 # --- A run of all checks
 
 
-@dataclass
-class ServiceChecker:
-    """Checks of the service at one address."""
+def check_service(connector: Connector, namespace: str = "") -> Checks:
+    """Run all checks over each transport that a service has. Raises UserError if there is no access to it.
 
-    connector: Connector
-    namespace: str
-    """Empty: a new one, which is deleted afterwards if the caller may do that."""
-    _name: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._name = self.namespace or f"conformance-{secrets.token_hex(4)}"
-
-    def run(self) -> Checks:
-        """Run all checks over each transport that the service has. Raises UserError if there is no access to it."""
-        with self.connector.open() as channel:
-            try:
-                return self._run(channel)
-            finally:
-                if not self.namespace:
-                    with suppress(grpc.RpcError):  # The caller may lack the right.
-                        DrafterServiceStub(channel).DropNamespace(
-                            pb.DropNamespaceRequest(namespace=self._name), metadata=self.connector.metadata()
-                        )
-
-    def _run(self, channel: grpc.Channel) -> Checks:
-        transports: dict[str, Call] = {"gRPC": grpc_call(channel, self.connector.metadata())}
-        if (probe := self.connector.connect_steps(CONNECT_TIMEOUT_S)) is not None:
+    namespace: for the texts of the checks. Empty: a new one, which is deleted afterwards if the caller may do that.
+    """
+    name = namespace or f"conformance-{secrets.token_hex(4)}"
+    with connector.open() as channel:
+        transports: dict[str, Call] = {"gRPC": grpc_call(channel, connector.metadata())}
+        if (probe := connector.connect_steps(CONNECT_TIMEOUT_S)) is not None:
             probe.close()
-            transports["step socket"] = self._open_socket
-        claims = {name: str(rule.__doc__) for name, rule in RULES.items()}
-        claims |= {name: claim for name, (claim, _) in REFUSALS.items()}
-        checks = Checks(Check(f"{each}, {name}", claim) for each in transports for name, claim in claims.items())
-        for transport, open_call in transports.items():
-            for name in claims:
-                self._run_one(checks, f"{transport}, {name}", name, open_call)
-        return checks
-
-    def _open_socket(self, requests: Iterator[bytes]) -> SocketCall:
-        connection = self.connector.connect_steps(CONNECT_TIMEOUT_S)
-        if connection is None:
-            raise StreamError(grpc.StatusCode.UNAVAILABLE, "the step socket accepts no more connections")
-        return SocketCall(connection, self.connector.authorization(), requests)
-
-    def _run_one(self, checks: Checks, check: str, name: str, open_call: Call) -> None:
+            transports["step socket"] = partial(_open_socket, connector)
+        checks = Checks(Check(f"{each}, {rule}", str(RULES[rule].__doc__)) for each in transports for rule in RULES)
         try:
-            if name in RULES:
-                with self._begun(open_call) as stream:
-                    RULES[name](stream)
-            else:
-                self._check_refusal(open_call, REFUSALS[name][1])
-            checks.see(check)
-        except (BrokenRuleError, WireError) as problem:
-            checks.fail(check, str(problem))
-        except grpc.RpcError as ended:
-            if check == ACCESS and ended.code() in NO_ACCESS:
-                reason = str(ended.details())
-                reason = system_error(reason) if ended.code() is grpc.StatusCode.UNAVAILABLE else reason
-                raise UserError(f"the service cannot be tested: {reason}") from None
-            checks.fail(check, f"the stream ended with {described(ended)}")
+            for transport, open_call in transports.items():
+                for rule in RULES:
+                    _check(checks, f"{transport}, {rule}", RULES[rule], open_call, name)
+        finally:
+            if not namespace:
+                with suppress(grpc.RpcError):  # The caller may lack the right.
+                    request = pb.DropNamespaceRequest(namespace=name)
+                    DrafterServiceStub(channel).DropNamespace(request, metadata=connector.metadata())
+    return checks
 
-    @contextmanager
-    def _begun(self, open_call: Call) -> Iterator[TestedStream]:
-        with contextlib.closing(RawStream(open_call)) as raw:
-            hello = pb.Hello(protocol=PROTOCOL, client="ssd-drafter-conformance", namespace=self._name)
+
+def _open_socket(connector: Connector, requests: Iterator[bytes]) -> SocketCall:
+    connection = connector.connect_steps(CONNECT_TIMEOUT_S)
+    if connection is None:
+        raise StreamError(grpc.StatusCode.UNAVAILABLE, "the step socket accepts no more connections")
+    return SocketCall(connection, connector.authorization(), requests)
+
+
+def _check(checks: Checks, name: str, rule: Rule, open_call: Call, namespace: str) -> None:
+    """Check a rule on a stream of its own, and record the outcome. Raises UserError without access to the service."""
+    try:
+        with closing(RawStream(open_call)) as raw:
+            hello = pb.Hello(protocol=PROTOCOL, client="ssd-drafter-conformance", namespace=namespace)
             raw.send(pb.DraftRequest(step=1, hello=hello).SerializeToString())
             response = raw.receive()
             require(response.HasField("welcome"), f"the hello was answered without a welcome: {response.error.message}")
-            yield TestedStream(raw, response.welcome, first_token=1000 * (1 + secrets.randbelow(100_000)))
-
-    def _check_refusal(self, open_call: Call, hello: pb.Hello | None) -> None:
-        """Check that a stream with this hello, or without one, ends with an error message."""
-        request = pb.DraftRequest(step=1, hello=hello)
-        if hello is not None:
-            request.hello.namespace = self._name
-        with contextlib.closing(RawStream(open_call)) as raw:
-            raw.send(request.SerializeToString())
-            ended = end_of(raw)
-            expected = f"{described(ended)}; expected is FAILED_PRECONDITION or INVALID_ARGUMENT, with a message"
-            require(ended.code() in REFUSED and bool(ended.details()), f"the stream ended with {expected}")
+            rule(TestedStream(raw, open_call, response.welcome, first_token=1000 * (1 + secrets.randbelow(100_000))))
+        checks.see(name)
+    except (BrokenRuleError, WireError) as problem:
+        checks.fail(name, str(problem))
+    except grpc.RpcError as ended:
+        if name == ACCESS and ended.code() in NO_ACCESS:
+            reason = str(ended.details())
+            reason = system_error(reason) if ended.code() is grpc.StatusCode.UNAVAILABLE else reason
+            raise UserError(f"the service cannot be tested: {reason}") from None
+        checks.fail(name, f"the stream ended with {described(ended)}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 from ssd.corpus.processors import usable_processors
 from ssd.errors import UserError
 
+OWNER_ONLY = 0o600
+"""Permissions of pages: names of namespaces and models in them may be those of customers."""
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -18,28 +21,35 @@ def prepare(out: Path, names: Iterable[str]) -> None:
     """Make a folder and check that files can be written into it, before running for minutes. Raises UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            try_writing(out / name)
     except OSError as problem:
-        raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
+        raise _failure(out, problem) from None
+    for name in names:
+        check_writable(out / name)
 
 
-def try_writing(path: Path) -> None:
-    """Raise OSError if a file cannot be written. Its contents do not change."""
-    # A symbolic link is kept, and the file that it names is removed.
-    new = None if path.exists() else path.resolve()
-    path.open("a").close()
-    if new is not None:
-        new.unlink()
-
-
-def write(out: Path, contents: Mapping[str, str]) -> None:
-    """Write files by their names. Raises UserError."""
+def check_writable(path: Path) -> None:
+    """Raise UserError if a file cannot be written. Its contents do not change."""
     try:
-        for name, content in contents.items():
-            (out / name).write_text(content, encoding="utf-8")
+        # A symbolic link is kept, and the file that it names is removed.
+        new = None if path.exists() else path.resolve()
+        path.open("a").close()
+        if new is not None:
+            new.unlink()
     except OSError as problem:
-        raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
+        raise _failure(path, problem) from None
+
+
+def write(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file; mode: permissions of a new one, before the umask. Raises UserError."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as problem:
+        raise _failure(path, problem) from None
+
+
+def _failure(path: Path, problem: OSError) -> UserError:
+    return UserError(f"cannot write to {path}: {problem.strerror}; give another place")
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

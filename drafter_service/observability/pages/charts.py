@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from drafter_service.observability.pages import units
 from drafter_service.observability.pages.page import panel as panel_markup
-from drafter_service.observability.pages.svg import Frame, circle, element, line, polyline, rect, svg, text
 from drafter_service.observability.pages.tables import Cell, Value, cell_text, html_table
 
-Scale = Callable[[float], float]
-"""Function from a value to a position in pixels."""
-
-FEW = 30
-"""Smallest denominator of a reliable share; bars with smaller ones are paler."""
 SHARES = [(value, units.share(value)) for value in (0.0, 0.25, 0.5, 0.75, 1.0)]
-MAX_TICKS, MAX_LABELS, MAX_TIMES = 5, 8, 4
-"""Maximum number of labels of a y axis, of an x axis, and of an axis of times."""
-DAY_S = 86_400
-TIME_STEPS_S = tuple(
-    [60 * minutes for minutes in (1, 2, 5, 10, 15, 30)]
-    + [3600 * hours for hours in (1, 2, 3, 6, 12)]
-    + [DAY_S * days for days in (1, 2, 5, 10, 30, 90, 365)]
-)
+MAX_TICKS = 5
+MAX_LABELS = {"bars": 6, "rows": 8, "time": 3}
+"""Maximum number of labels of a y axis, and of an x axis by kind of chart."""
 MAX_BAR = 48.0
 """Maximum width of a bar, in pixels."""
 DASHED = "dashed"
@@ -34,10 +23,9 @@ DASHED = "dashed"
 
 
 class Chart(NamedTuple):
-    """Columns of a table, drawn as bars, or as lines over the rows, over the times that rows begin with, or over the
-    first column of numbers, with a diagonal."""
+    """Columns of a table, drawn as bars, or as lines over the rows, whose names may be times."""
 
-    kind: Literal["bars", "rows", "time", "diagonal"]
+    kind: Literal["bars", "rows", "time"]
     y_title: str
     columns: Mapping[int, str]
     """Color by column."""
@@ -45,8 +33,6 @@ class Chart(NamedTuple):
     """Column that is a dashed line; 0: none."""
     area: int = 0
     """Column whose line has an area below; 0: none."""
-    counted: int = 0
-    """Column with the denominator of each share; bars with denominators below `FEW` are paler. 0: none."""
     least: float = 0.0
     """Where the y axis begins if no value is below."""
     reference: tuple[float, str] | None = None
@@ -69,34 +55,54 @@ class Panel(NamedTuple):
 
 def render_panel(panel: Panel) -> str:
     """Return a panel of a page: its chart with the table folded below, or the table itself."""
-    table = html_table(panel.heads, panel.rows, kinds=("name", *[""] * (len(panel.heads) - 1)))
+    table = html_table(panel.heads, panel.rows)
     drawn = "" if panel.chart is None else _draw(panel.chart, panel)
     kind = "across" if panel.is_wide else ""
     return panel_markup(panel.title, panel.note, drawn or table, table if drawn else "", kind)
 
 
-# --- Scales and axes
+# --- SVG
+
+WIDTH, HEIGHT = 400.0, 268.0
+"""Size of a chart, in pixels."""
+LEFT, RIGHT, TOP, FLOOR = 62.0, WIDTH - 12, 14.0, HEIGHT - 44
+"""Edges of the plotting area."""
+DOT = 3.5
+"""Radius of a dot."""
 
 
-class Axis(NamedTuple):
-    """The range of an axis, and its labels."""
+def element(name: str, content: str = "", /, **attributes: str | float) -> str:
+    """Return an element; `content` is markup. In attribute names `_` becomes `-`, and `kind` becomes `class`."""
+    written = "".join(
+        f" {'class' if name == 'kind' else name.replace('_', '-')}="
+        f'"{escape(value) if isinstance(value, str) else f"{value:.1f}"}"'
+        for name, value in attributes.items()
+    )
+    return f"<{name}{written}>{content}</{name}>"
 
-    title: str
-    """With the unit."""
-    first: float
-    last: float
-    marks: Sequence[tuple[float, str]]
-    """Values with their labels, ascending."""
 
-    def between(self, begin: float, end: float) -> Scale:
-        """Return a scale from `first` at the position `begin` to `last` at `end`; it clips values outside."""
-        extent = self.last - self.first
+def _text(words: str, x: float, y: float, **attributes: str | float) -> str:
+    return element("text", escape(words), x=x, y=y, **attributes)
 
-        def position(value: float) -> float:
-            part = (min(max(value, self.first), self.last) - self.first) / extent if extent > 0 else 0.0
-            return begin + part * (end - begin)
 
-        return position
+def _level(y: float, kind: str) -> str:
+    """Return a horizontal line over the plotting area."""
+    return element("line", x1=LEFT, y1=y, x2=RIGHT, y2=y, kind=kind)
+
+
+def _rect(x: float, y: float, width: float, height: float, kind: str, content: str = "") -> str:
+    return element("rect", content, x=x, y=y, width=max(0.0, width), height=max(0.0, height), kind=kind)
+
+
+def _dot(place: tuple[float, float], kind: str, content: str = "") -> str:
+    return element("circle", content, cx=place[0], cy=place[1], r=DOT, kind=kind)
+
+
+def _polyline(points: Iterable[tuple[float, float]], kind: str) -> str:
+    return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), kind=kind)
+
+
+# --- Charts
 
 
 def ticks(largest: float, min_step: float = 0.0) -> list[float]:
@@ -109,147 +115,58 @@ def ticks(largest: float, min_step: float = 0.0) -> list[float]:
     return [step * index for index in range(math.ceil(largest / step - 1e-9) + 1)]
 
 
-def _x_axis(chart: Chart, panel: Panel) -> tuple[Axis, list[float]]:
-    """Return the lower axis, and the place of each row on it."""
-    head, count = panel.heads[0], len(panel.rows)
-    if chart.kind == "time":
-        times = [value or 0.0 for value in _numbers(panel, 0)]
-        return _time_axis(times[0], times[-1]), times
-    if chart.kind == "diagonal":
-        return Axis(panel.heads[1], 0, 1, SHARES[::2]), [value or 0.0 for value in _numbers(panel, 1)]
-    names = [cell_text(row[0]) for row in panel.rows]
-    every = max(1, -(-count // (MAX_LABELS - 2 if chart.kind == "bars" else MAX_LABELS)))
-    if chart.kind == "bars":
-        marks = [(float(place), names[place].partition(units.TO)[0]) for place in range(0, count, every)]
-        return Axis(head, -0.5, count - 0.5, marks), [float(place) for place in range(count)]
-    marks = [(float(place), names[place].rpartition(units.TO)[2]) for place in range(0, count, every)]
-    return Axis(head, 0, max(1, count - 1), marks), [float(place) for place in range(count)]
-
-
-def _time_axis(begin: float, end: float) -> Axis:
-    """Return an axis with a few round times."""
-    step = next((step for step in TIME_STEPS_S if (end - begin) / step <= MAX_TIMES), None)
-    if step is None:
-        step = TIME_STEPS_S[-1] * math.ceil((end - begin) / MAX_TIMES / TIME_STEPS_S[-1])
-    moments = [step * number for number in range(math.ceil(begin / step), int(end // step) + 1)]
-    marks = [(moment, units.moment(moment, "%b %-d" if moment % DAY_S == 0 else "%H:%M")) for moment in moments]
-    return Axis("time (UTC)", begin, end, marks)
-
-
-def _y_axis(chart: Chart, panel: Panel) -> Axis:
-    cell = panel.rows[0][next(iter(chart.columns))]
-    unit = cell.format if isinstance(cell, Value) else units.count
-    if unit is units.share:
-        return Axis(chart.y_title, 0, 1, SHARES)
-    values = [value for column in chart.columns for value in _numbers(panel, column) if value is not None]
-    least = chart.least if min(values) >= chart.least else 0.0
-    largest = max([*values, *([chart.reference[0]] if chart.reference else [])])
-    marks = [least + mark for mark in ticks(max(largest, least + 1e-9) - least, 1.0 if unit is units.count else 0.0)]
-    return Axis(chart.y_title, least, marks[-1], [(mark, unit(mark)) for mark in marks])
-
-
-# --- Charts
-
-
-class Series(NamedTuple):
-    """Values that are drawn in one color."""
-
-    name: str
-    """For the legend."""
-    color: str
-    """`DASHED` for a dashed line."""
-    points: Sequence[tuple[float, float | None]]
-    """Height None: not known; a line has a gap there."""
-    style: Literal["line", "area", "bar"]
-    words: Sequence[str] = ()
-    """Tooltips of the points, which then have dots."""
-
-    @property
-    def line(self) -> str:
-        """Class of its line."""
-        return self.color if self.color == DASHED else f"line {self.color}"
-
-
 def _draw(chart: Chart, panel: Panel) -> str:
     """Return a chart of a table with its legend."""
-    frame = Frame()
-    (x, places), y = _x_axis(chart, panel), _y_axis(chart, panel)
-    words = [_tooltip(panel.heads, row) for row in panel.rows]
-    series = _series_of(chart, panel, places, words)
-    left, top = x.between(frame.left, frame.right_edge), y.between(frame.floor, frame.top)
-    parts = [*_left_axis(frame, y), *_lower_axis(frame, left, x)]
+    count, marks = len(panel.rows), _y_marks(chart, panel)
+    (least, _), (largest, _) = marks[0], marks[-1]
+    slot = (RIGHT - LEFT) / (count if chart.kind == "bars" else max(1, count - 1))
+    places = [LEFT + slot * (index + 0.5 * (chart.kind == "bars")) for index in range(count)]
+
+    def height(value: float) -> float:
+        return FLOOR + (TOP - FLOOR) * (min(max(value, least), largest) - least) / (largest - least)
+
+    words = [element("title", escape(_tooltip(panel.heads, row))) for row in panel.rows]
+    parts = [*_left_axis(chart.y_title, [(height(value), label) for value, label in marks])]
+    parts += _lower_axis(chart, panel, places)
+    known = []
     if chart.reference is not None:
-        height = top(chart.reference[0])
-        parts.append(line(frame.left, height, frame.right_edge, height, kind=DASHED))
-    for each in series:
-        parts += _marks(each, left, top, frame.floor)
-    if chart.kind in ("bars", "time"):
-        edges = [*places, x.last] if chart.kind == "time" else [place - 0.5 for place in [*places, len(places)]]
-        parts += [
-            rect(begin, frame.top, end - begin, frame.floor - frame.top, text, kind="strip")
-            for (begin, end), text in zip(pairwise(map(left, edges)), words, strict=True)
-        ]
-    entries = [
-        (each.line if each.style == "line" else each.color, each.name)
-        for each in series
-        if any(height is not None for _, height in each.points)
-    ]
-    known = [] if chart.reference is None else [(DASHED, chart.reference[1])]
-    label = f"{panel.title}: {', '.join(panel.heads[column] for column in chart.columns)}"
-    return svg(frame, label, parts) + legend([*entries, *known])
-
-
-def _series_of(chart: Chart, panel: Panel, places: Sequence[float], words: Sequence[str]) -> list[Series]:
-    series = []
+        parts.append(_level(height(chart.reference[0]), DASHED))
+        known.append((DASHED, chart.reference[1]))
+    entries = []
     for column, color in chart.columns.items():
-        name, points = panel.heads[column], list(zip(places, _numbers(panel, column), strict=True))
+        heights = [None if value is None else height(value) for value in _numbers(panel, column)]
+        points = list(zip(places, heights, strict=True))
+        is_line = chart.kind != "bars" and column != chart.area
+        kind = DASHED if column == chart.dashed else f"line {color}" if is_line else color
+        entries.append((kind, panel.heads[column]))
         if chart.kind == "bars":
-            series += _bars(name, color, points, _numbers(panel, chart.counted) if chart.counted else None)
-        elif column == chart.dashed:
-            series.append(Series(name, DASHED, points, "line"))
-        else:
-            style: Literal["area", "line"] = "area" if column == chart.area else "line"
-            series.append(Series(name, color, points, style, words if chart.kind != "time" else ()))
-    if chart.kind == "diagonal":
-        series.append(Series(f"{panel.heads[1]} = {chart.y_title}", DASHED, [(0, 0), (1, 1)], "line"))
-    return series
+            width = min(MAX_BAR, slot - min(4.0, 0.2 * slot))
+            parts += [_rect(x - width / 2, y, width, FLOOR - y, f"bar {color}") for x, y in points if y is not None]
+            continue
+        parts += _line(points, kind if is_line else f"line {color}", "" if is_line else f"area {color}")
+        for index, (x, y) in enumerate(points):
+            is_alone = all(place is None for place in (*heights[max(0, index - 1) : index], *heights[index + 1 :][:1]))
+            if y is not None and (kind != DASHED if chart.kind == "rows" else is_alone):
+                parts.append(_dot((x, y), f"dot {color}", words[index] if chart.kind == "rows" else ""))
+    if chart.kind != "rows":
+        for place, text in zip(places, words, strict=True):
+            begin, end = max(LEFT, place - slot / 2), min(RIGHT, place + slot / 2)
+            parts.append(_rect(begin, TOP, end - begin, FLOOR - TOP, "strip", text))
+    # Screen readers read the label.
+    label = f"{panel.title}: {', '.join(panel.heads[column] for column in chart.columns)}"
+    size = f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}"'
+    drawing = f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    return drawing + legend([*entries, *known])
 
 
-def _bars(
-    name: str, color: str, points: Sequence[tuple[float, float | None]], numbers: Sequence[float | None] | None
-) -> list[Series]:
-    """Return series of bars, with those below `FEW` as a series of their own.
-
-    numbers: denominators of the shares; None: not known.
-    """
-    if numbers is None:
-        return [Series(name, color, points, "bar")]
-    is_many = [(number or 0.0) >= FEW for number in numbers]
-    many, few = (
-        [(place, height if enough == wanted else None) for (place, height), enough in zip(points, is_many, strict=True)]
-        for wanted in (True, False)
-    )
-    return [Series(name, color, many, "bar"), Series(f"of fewer than {FEW}", f"{color} pale", few, "bar")]
-
-
-def _marks(series: Series, x: Scale, y: Scale, floor: float) -> list[str]:
-    known = [(x(place), y(height)) for place, height in series.points if height is not None]
-    if series.style == "bar":
-        slot = x(0.5) - x(-0.5)
-        width, kind = min(MAX_BAR, slot - min(4.0, 0.2 * slot)), f"bar {series.color}"
-        return [rect(place - width / 2, height, width, floor - height, kind=kind) for place, height in known]
-    parts = []
-    for is_known, run in groupby(series.points, lambda point: point[1] is not None):
-        placed = [(x(place), y(height or 0.0)) for place, height in run] if is_known else []
-        if series.style == "area" and placed:
-            outline = [(placed[0][0], floor), *placed, (placed[-1][0], floor)]
-            parts.append(polyline(outline, kind=f"area {series.color}"))
-        if len(placed) == 1 and not series.words:
-            parts.append(circle(*placed[0], kind=f"dot {series.color}"))
+def _line(points: Iterable[tuple[float, float | None]], kind: str, area: str) -> Iterable[str]:
+    """Yield a line, with gaps where a height is not known, and the area below it, if `area` is a class."""
+    for _, run in groupby(points, lambda point: point[1] is None):
+        placed = [(x, y) for x, y in run if y is not None]
+        if placed and area:
+            yield _polyline([(placed[0][0], FLOOR), *placed, (placed[-1][0], FLOOR)], area)
         if placed:
-            parts.append(polyline(placed, kind=series.line))
-    words = [text for text, (_, height) in zip(series.words, series.points, strict=False) if height is not None]
-    return parts + [circle(*place, text, kind=f"dot {series.color}") for place, text in zip(known, words, strict=False)]
+            yield _polyline(placed, kind)
 
 
 def _numbers(panel: Panel, column: int) -> list[float | None]:
@@ -261,24 +178,41 @@ def _tooltip(heads: Sequence[str], row: Sequence[Cell]) -> str:
     return f"{cell_text(row[0])}: {', '.join(facts)}"
 
 
-def _left_axis(frame: Frame, axis: Axis) -> list[str]:
-    """Return horizontal grid lines with their labels, and the vertical title."""
-    scale, parts = axis.between(frame.floor, frame.top), []
-    for value, label in axis.marks:
-        height = scale(value)
-        parts.append(line(frame.left, height, frame.right_edge, height, kind="grid"))
-        parts.append(text(label, frame.left - 8, height + 4, text_anchor="end"))
-    place = f"translate(12 {(frame.top + frame.floor) / 2:.1f}) rotate(-90)"
-    return [*parts, element("text", escape(axis.title), transform=place, text_anchor="middle", kind="axis")]
+def _y_marks(chart: Chart, panel: Panel) -> list[tuple[float, str]]:
+    """Return the values with labels on the y axis, ascending."""
+    cell = panel.rows[0][next(iter(chart.columns))]
+    unit = cell.format if isinstance(cell, Value) else units.count
+    if unit is units.share:
+        return SHARES
+    values = [value for column in chart.columns for value in _numbers(panel, column) if value is not None]
+    least = chart.least if min(values) >= chart.least else 0.0
+    largest = max([*values, *([chart.reference[0]] if chart.reference else [])])
+    marks = ticks(max(largest, least + 1e-9) - least, 1.0 if unit is units.count else 0.0)
+    return [(least + mark, unit(least + mark)) for mark in marks]
 
 
-def _lower_axis(frame: Frame, scale: Scale, axis: Axis) -> list[str]:
-    """Return labels below the plotting area, shifted where they would leave the chart, and the title."""
-    least, most, height = frame.left + 10, frame.right_edge - 18, frame.floor + 17
-    places = [(min(max(scale(value), least), most), label) for value, label in axis.marks]
-    labels = [text(label, place, height, text_anchor="middle") for place, label in places]
-    middle = (frame.left + frame.right_edge) / 2
-    return [*labels, text(axis.title, middle, frame.height - 6, text_anchor="middle", kind="axis")]
+def _left_axis(title: str, marks: Iterable[tuple[float, str]]) -> Iterable[str]:
+    """Yield horizontal grid lines with their labels, and the vertical title; marks: heights and labels."""
+    for height, label in marks:
+        yield _level(height, "grid")
+        yield _text(label, LEFT - 8, height + 4, text_anchor="end")
+    place = f"translate(12 {(TOP + FLOOR) / 2:.1f}) rotate(-90)"
+    yield element("text", escape(title), transform=place, text_anchor="middle", kind="axis")
+
+
+def _lower_axis(chart: Chart, panel: Panel, places: Sequence[float]) -> Iterable[str]:
+    """Yield labels of some rows below the plotting area, shifted where they would leave the chart, and the title."""
+    room = 38 if chart.kind == "time" else 18
+    for index in range(0, len(places), -(-len(places) // MAX_LABELS[chart.kind])):
+        cell = panel.rows[index][0]
+        if chart.kind == "time" and isinstance(cell, Value):
+            label = units.moment(cell.number, "%b %-d %H:%M")
+        else:
+            least, _, most = cell_text(cell).rpartition(units.TO)
+            label = least or most if chart.kind == "bars" else most
+        yield _text(label, min(max(places[index], LEFT + 10), RIGHT - room), FLOOR + 17, text_anchor="middle")
+    title = "time (UTC)" if chart.kind == "time" else panel.heads[0]
+    yield _text(title, (LEFT + RIGHT) / 2, HEIGHT - 6, text_anchor="middle", kind="axis")
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
-
-from drafter_service.observability.pages.svg import Frame, rect, svg
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,63 +17,31 @@ class Value(NamedTuple):
     format: Callable[[float | None], str]
 
 
-class Markup(NamedTuple):
-    """The content of a table cell that is markup already; such cells are on pages only."""
-
-    html: str
-
-
-Cell = str | Value | Markup
+Cell = str | Value
 
 
 def cell_text(cell: Cell) -> str:
-    """Return the text of a cell, empty for markup."""
-    return cell if isinstance(cell, str) else cell.format(cell.number) if isinstance(cell, Value) else ""
+    """Return the text of a cell."""
+    return cell if isinstance(cell, str) else cell.format(cell.number)
 
 
 def cell_markup(cell: Cell) -> str:
     """Return the markup of a cell; a number has its exact value in addition to the formatted one."""
-    if isinstance(cell, Markup):
-        return cell.html
     text = escape(cell_text(cell))
     if isinstance(cell, str) or cell.number is None:
         return text
     return f'<data value="{cell.number!r}">{text}</data>'
 
 
-def with_bars(heads: Sequence[str], rows: Sequence[Sequence[str]], colors: Mapping[str, str]) -> list[list[Cell]]:
-    """Return rows with bars below the numbers of some columns, from 0 to the largest number of the column.
-
-    colors: by heading.
-    """
-    filled: list[list[Cell]] = [list(row) for row in rows]
-    frame = Frame(100, 6)
-    for column, color in [(place, colors[head]) for place, head in enumerate(heads) if head in colors]:
-        numbers = [float(row[column].rstrip("x") or 0) for row in rows]
-        for row, number in zip(filled, numbers, strict=True):
-            text, width = cell_text(row[column]), frame.width * number / max(*numbers, 1e-9)
-            bar = svg(frame, text, [rect(0, 0, width, frame.height, kind=f"bar {color}")], "inline")
-            row[column] = Markup(escape(text) + bar)
-    return filled
-
-
-def html_table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
-    """Return a table that scrolls where it is too wide.
-
-    kinds: a class for each column: `minor` columns are hidden on small screens, `name` columns wrap. Default: none.
-    """
-    kinds = kinds or [""] * len(heads)
-    top = f"<thead>{_row('th', heads, kinds)}</thead>" if any(heads) else ""
-    body = "".join(_row("td", row, kinds) for row in rows)
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+    """Return a table that scrolls where it is too wide."""
+    top = f"<thead>{_row('th', heads)}</thead>" if any(heads) else ""
+    body = "".join(_row("td", row) for row in rows)
     return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
-def _row(tag: str, cells: Sequence[Cell], kinds: Sequence[str]) -> str:
-    parts = (
-        f'<{tag} class="{kind}">{cell_markup(cell)}</{tag}>' if kind else f"<{tag}>{cell_markup(cell)}</{tag}>"
-        for cell, kind in zip(cells, kinds, strict=True)
-    )
-    return f"<tr>{''.join(parts)}</tr>"
+def _row(tag: str, cells: Sequence[Cell]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{cell_markup(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

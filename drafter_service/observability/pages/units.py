@@ -9,7 +9,6 @@ from itertools import pairwise
 UNKNOWN = TO = "\N{EN DASH}"
 SCALES = ("", "k", "M", "G", "T", "P", "E")
 BYTE_SCALES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-MAX_SCALED = 1e21
 CURVE_LEVELS = "▁▂▃▄▅▆▇█"
 MIN_EXTENT = 0.1
 """Minimum range of a curve as a share of its maximum, so that a curve with less variation, mere noise, looks flat."""
@@ -124,8 +123,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _scaled(value: float, base: int, names: tuple[str, ...], gap: str = "") -> str:
-    if value >= MAX_SCALED:
-        return f"{value:.3g}{gap}{names[0]}"
     power = 0
     while value >= (999.5 if base == 1000 else 1000) and power < len(names) - 1:
         value, power = value / base, power + 1

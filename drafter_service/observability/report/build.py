@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -64,8 +63,6 @@ from ssd.types import Source
 MAX_PERIODS = 96
 """A curve of this many points is smooth, and 100 namespaces of them stay below 4 MB of JSON."""
 RECENT_S = 3600.0
-MAX_TIME = 1e12
-"""Upper bound of plausible times, in seconds since 1970."""
 TOTALS = ("drafted", "accepted", "steps", "committed", "hits")
 """Fields of a `HitTally` that are counted."""
 
@@ -75,11 +72,11 @@ def build_report(facts: ServiceFacts) -> Report:
     namespaces = sorted((namespace_report(each, facts.now) for each in facts.namespaces), key=lambda each: each.name)
     return Report(
         schema_version=SCHEMA_VERSION,
-        taken_at=_finite(facts.now),
+        taken_at=facts.now,
         service=ServiceReport(
             version=facts.version,
-            started_at=_finite(facts.started_at),
-            uptime_s=max(0.0, _finite(facts.now - facts.started_at)),
+            started_at=facts.started_at,
+            uptime_s=max(0.0, facts.now - facts.started_at),
             memory_bytes=facts.memory_bytes,
             refused=facts.refused,
             set_aside={name: list(files) for name, files in sorted(facts.set_aside.items())},
@@ -114,10 +111,6 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         libraries=list(facts.libraries),
         **dict(_tables(facts.stats.counters)),
     )
-
-
-def _finite(value: float) -> float:
-    return float(value) if math.isfinite(value) else 0.0
 
 
 def _tally(stats: Stats | VersionTotals) -> dict[str, int]:
@@ -268,7 +261,7 @@ def _ordered(samples: Sequence[Sample], now: Sample) -> list[Sample]:
     for sample in samples:
         if 0 <= sample.time < now.time and (not kept or sample.time > kept[-1].time):
             kept.append(sample)
-    return [*kept, now] if now.time < MAX_TIME else []
+    return [*kept, now]
 
 
 def _periods(samples: Sequence[Sample]) -> list[Period]:

@@ -47,8 +47,7 @@ def _overview(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
     if not namespaces:
         return ""
     panel = overview(report, namespaces)
-    kinds = ("name", "", "", *["minor"] * (len(panel.heads) - 3))
-    table = html_table(panel.heads, panel.rows, kinds=kinds)
+    table = html_table(panel.heads, panel.rows)
     parts = [_cards(report.total, None), f"<section><h2>{panel.title}</h2>{table}</section>"]
     for index, namespace in enumerate(namespaces[:MAX_IN_FULL]):
         name = f"<h2>{escape(units.shortened(namespace.name))}</h2>"

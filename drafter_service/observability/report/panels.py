@@ -95,7 +95,7 @@ CLIENT_TOTALS = {
 }
 LIST = ("", "")
 """Headings of a list of names and values."""
-ACCEPTANCE = Chart("bars", "accepted", {1: "green"}, counted=2)
+ACCEPTANCE = Chart("bars", "accepted", {1: "green"})
 """The chart of a `TALLY`."""
 
 
@@ -185,7 +185,7 @@ TABLES = (
         lambda it: it.calibration.bins,
         lambda one: units.percents(one.least_path_prob, one.most_path_prob),
         {"predicted": "predicted", "accepted": "acceptance", "draft tokens": "drafted"},
-        Chart("diagonal", "accepted", {2: "green"}),
+        Chart("rows", "share", {1: "gray", 2: "green"}, dashed=1),
     ),
     Table(
         "Versions of the policy",

@@ -188,7 +188,8 @@ def files_of(name: str) -> list[str]:
 def write_reports(comparison: Comparison, out: Path, name: str) -> None:
     """Write the three files. Raises UserError."""
     contents = (json.dumps(comparison.as_json(), indent=1) + "\n", render_page(comparison), render_markdown(comparison))
-    write(out, dict(zip(files_of(name), contents, strict=True)))
+    for file, content in zip(files_of(name), contents, strict=True):
+        write(out / file, content)
 
 
 def report(comparison: Comparison, out: Path, name: str, console: Console) -> None:

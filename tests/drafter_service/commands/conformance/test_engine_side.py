@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter_service.commands.conformance.engine_side import RULES, EngineChecker
+from drafter_service.commands.conformance.checks import RULES
+from drafter_service.commands.conformance.engine_side import EngineChecker
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.types import StepTime
 from tests.drafter_service.commands.conformance.mini_engine import PROMPT, MiniEngine
@@ -105,17 +106,17 @@ FAULTS = {
     "durations of 0": (
         "step times",
         {"time_of": lambda _, tokens: StepTime(tokens, 1, 0.0)},
-        "a step took 0.0 seconds",
+        "seconds=0.0",
     ),
     "negative times of drafting": (
         "step times",
         {"time_of": lambda _, tokens: StepTime(tokens, 1, 0.1, -0.1)},
-        "delayed it by -0.1",
+        "drafting_s=-0.1",
     ),
     "steps with more sequences than tokens": (
         "step times",
         {"time_of": lambda _, tokens: StepTime(tokens, tokens + 1, 0.1)},
-        "each has at least one",
+        "each sequence has a token",
     ),
     "steps without their draft tokens": (
         "step times",

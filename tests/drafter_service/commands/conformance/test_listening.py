@@ -74,7 +74,7 @@ def test_the_client_passes(transport, socket_address, monkeypatch):
 
 
 def test_outputs_of_an_engine_that_asks_for_no_drafts_are_not_tested(socket_address):
-    running_checks = RunningChecks(socket_address, idle_s=0.5)
+    running_checks = RunningChecks(socket_address, idle_s=2)
     recording = recording_of([(prompt, output(prompt)) for prompt in PROMPTS])
     with DrafterClient(running_checks.address) as client:
         for _ in range(3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -24,7 +23,7 @@ from drafter_service.observability.report.schema import ClientTotals, CorpusRepo
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from ssd.budget.totals import BudgetTotals, size_of
-from ssd.stats import AGES, PROB_BINS, Stats
+from ssd.stats import PROB_BINS, Stats
 
 NOW = 1_795_000_000.0
 HOUR = 3600.0
@@ -144,58 +143,29 @@ def fill(stats, steps):
     """Set counters to plausible values after `steps` sequence steps."""
     counters = stats.counters
     hits = int(0.83 * steps)
-    reached = float(hits)
-    for position in range(24):
-        prob = 0.72 * (1 - 0.5 * math.exp(-position / 3)) + 0.2
-        counters.by_position[position] = int(reached), int(reached * min(0.99, prob))
-        reached = counters.by_position[position, 1] * 0.8
+    reached = hits * 0.75 ** np.arange(24)
+    counters.by_position[:24] = np.stack([reached, 0.8 * reached], axis=1)
     drafted, accepted = counters.by_position.sum(axis=0).tolist()
     counters.steps[:] = steps, steps + accepted, hits
-    spread(counters.by_source, drafted, accepted, [0.65, 0.25, 0.05, 0.05])
-    spread(
-        counters.by_age,
-        drafted,
-        accepted,
-        [math.exp(-((bits - 17) ** 2) / 20) if 3 < bits < 25 else 0 for bits in range(AGES)],
-    )
-    for index in range(PROB_BINS):
-        prob, count = (index + 0.5) / PROB_BINS, int(drafted * (0.02 + (index / PROB_BINS) ** 2) / 8)
-        counters.calibration[index] = count, count * prob, count * min(1.0, prob**1.08 + 0.02 * math.sin(9 * prob))
-
-
-def spread(table, drafted, accepted, weights):
-    """Distribute totals over the rows of a table, with higher acceptance in later rows."""
-    weights = np.array(weights) / sum(weights)
-    table[:, 0] = (weights * drafted).astype(np.int64)
-    table[0, 0] += drafted - table[:, 0].sum()
-    likely = table[:, 0] * np.linspace(0.6, 1.0, len(table)) ** 2
-    table[:, 1] = np.minimum(table[:, 0], likely * accepted / max(1.0, likely.sum()))
-    row = int(np.argmax(table[:, 0] - table[:, 1]))
-    table[row, 1] += accepted - table[:, 1].sum()
+    for table, weights in ((counters.by_source, [13, 5, 1, 1]), (counters.by_age[4:25], range(21, 0, -1))):
+        table[:, 0] = np.array(weights) / sum(weights) * drafted
+        table[:, 1] = table[:, 0] * np.linspace(0.8, 0.7, len(table))
+    prob = (np.arange(PROB_BINS) + 0.5) / PROB_BINS
+    count = (drafted * prob**2 / 8).astype(np.int64)
+    counters.calibration[:] = np.stack([count, count * prob, count * prob**1.08], axis=1)
 
 
 def history_of(stats, appended, capacity, samples=300, hours=36):
     """Return a history with a period without steps, in which tokens per step grow up to the totals of `stats`."""
-    parts = np.linspace(0, 1, samples)
-    work = np.where(parts < 0.4, parts, np.maximum(0.4, parts - 0.15))
     history = History()
-    for part, worked in zip(parts, 0.97 * work / work[-1], strict=True):
+    for part in np.linspace(0, 1, samples).tolist():
+        worked = 0.97 * (part if part < 0.4 else max(0.4, part - 0.15)) / 0.85
         steps, accepted, grown = int(stats.steps * worked), int(stats.accepted * worked**1.3), int(appended * worked)
         learned = min(grown, capacity)
-        history.record(
-            Sample(
-                time=NOW - hours * HOUR * (1 - part * (samples - 1) / samples),
-                steps=steps,
-                committed=steps + accepted,
-                hits=int(stats.hits * worked**1.1),
-                drafted=int(stats.verified * worked**1.2),
-                accepted=accepted,
-                corpus_tokens=learned,
-                appended_tokens=grown,
-                memory_bytes=40_000_000 + int(156_000_000 * learned / capacity),
-                timeouts=int(600 * worked),
-            )
-        )
+        time = NOW - hours * HOUR * (1 - part * (samples - 1) / samples)
+        hits, drafted = int(stats.hits * worked**1.1), int(stats.verified * worked**1.2)
+        counts = steps, steps + accepted, hits, drafted, accepted, learned, grown
+        history.record(Sample(time, *counts, 40_000_000 + int(156_000_000 * learned / capacity), int(600 * worked)))
     return history
 
 

@@ -147,26 +147,3 @@ def test_values_on_the_page_are_those_of_the_json(tab, page_of):
     assert lists["late steps, without drafts"] == known["clients"]["timeouts"]
     assert lists["duplicate texts"] == known["duplicates"]
     assert lists["shared log: tokens written"] == document["service"]["log"]["published_tokens"]
-
-
-def test_charts_are_those_of_the_json(tab, page_of):
-    tab.show(page_of("one"), 1400)
-    known = REPORTS["one"].namespaces[0]
-    heights = """
-    const title = one => one.querySelector('h3').textContent;
-    const panel = [...document.querySelectorAll('figure')].find(one => title(one) === arguments[0]);
-    const bars = [...panel.querySelectorAll('.bar')].sort((one, other) => one.x.baseVal.value - other.x.baseVal.value);
-    return bars.map(one => one.height.baseVal.value);
-    """
-    for title, tallies in (("By position in the draft", known.by_position), ("By age of the text", known.age.bins)):
-        bars = tab.run(heights.replace("arguments[0]", json.dumps(title)))
-        shown = [tally.acceptance for tally in tallies if tally.acceptance is not None]
-        assert [bar / max(bars) for bar in bars] == pytest.approx([each / max(shown) for each in shown], abs=0.01)
-    chart = "const chart = document.querySelector('[aria-label^=Calibration]'), line = chart.querySelector('.dashed');"
-    dots = tab.run(
-        f"{chart} return [...chart.querySelectorAll('.dot')].map(dot => [dot.cx, dot.cy].map(at => at.baseVal.value))"
-    )
-    [left, bottom], [right, top] = tab.run(f"{chart} return [...line.points].map(point => [point.x, point.y])")
-    for (x, y), one in zip(dots, known.calibration.bins, strict=True):
-        assert (x - left) / (right - left) == pytest.approx(one.predicted, abs=0.002)
-        assert (y - bottom) / (top - bottom) == pytest.approx(one.acceptance, abs=0.002)
