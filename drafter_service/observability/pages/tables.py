@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,20 +17,41 @@ class Value(NamedTuple):
     format: Callable[[float | None], str]
 
 
-Cell = str | Value
+class Bar(NamedTuple):
+    """A text with a bar below, whose length is a share of the longest."""
+
+    text: str
+    share: float
+
+
+Cell = str | Value | Bar
 
 
 def cell_text(cell: Cell) -> str:
     """Return the text of a cell."""
-    return cell if isinstance(cell, str) else cell.format(cell.number)
+    if isinstance(cell, Value):
+        return cell.format(cell.number)
+    return cell if isinstance(cell, str) else cell.text
 
 
 def cell_markup(cell: Cell) -> str:
     """Return the markup of a cell; a number has its exact value in addition to the formatted one."""
     text = escape(cell_text(cell))
+    if isinstance(cell, Bar):
+        return f'{text}<meter value="{cell.share:.3f}"></meter>'
     if isinstance(cell, str) or cell.number is None:
         return text
     return f'<data value="{cell.number!r}">{text}</data>'
+
+
+def with_bars(heads: Sequence[str], rows: Sequence[Sequence[str]], columns: Container[str]) -> list[list[Cell]]:
+    """Return rows with bars below the numbers of the columns with these headings, from 0 to their largest number."""
+    filled: list[list[Cell]] = [list(row) for row in rows]
+    for column in [column for column, head in enumerate(heads) if head in columns]:
+        numbers = [float(row[column].rstrip("x") or 0) for row in rows]
+        for row, text, number in zip(filled, rows, numbers, strict=True):
+            row[column] = Bar(text[column], number / max(*numbers, 1e-9))
+    return filled
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:

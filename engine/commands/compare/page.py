@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from drafter_service.observability.pages import page as pages
-from drafter_service.observability.pages.tables import html_table, markdown_table
+from drafter_service.observability.pages.tables import html_table, markdown_table, with_bars
 from engine.commands.compare.results import Comparison, Condition, Result
 
 SPEEDUP = "speed-up here"
@@ -28,6 +28,8 @@ COLUMNS = (
 WIDE_ONLY = ("shape", "accepted (%)", "ms per step", "ms per drafted")
 """Columns that a console of less than `WIDE` characters does not show."""
 WIDE = 120
+BARS = ("tokens per step", SPEEDUP)
+"""Columns that have bars on the page."""
 POSITIONS = 4
 """Number of draft positions whose acceptance is shown."""
 COST_TOKENS = (1, 2, 4, 8, 16)
@@ -126,7 +128,8 @@ def render_page(comparison: Comparison) -> str:
         cards.append(pages.card("largest speed-up here", f"{fastest.speedup:.2f}x", where, kind="green"))
     sections = []
     for condition in comparison.tables:
-        table = html_table(*table_of(comparison, condition))
+        heads, rows = table_of(comparison, condition)
+        table = html_table(heads, with_bars(heads, rows, BARS))
         sections.append(f"<section><h2>{escape(str(condition))}</h2>{table}</section>")
     main = "".join([pages.cards(cards), *sections, pages.small_print(notes(comparison))])
     title = f"Drafters for {comparison.settings['model']}"
