@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.folders import read_json
-from engine.models.loader import check_draft_model, load_config, load_draft_model, load_model, save_model
+from engine.models.loader import check_draft_model, load_config, load_draft_model, load_model
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.damage import config, cut, removed, set_to, tensor, written
@@ -30,16 +29,6 @@ def test_end_tokens_of_the_generation_config_are_added(tmp_path):
     assert load_config(tmp_path).eos_token_ids == (0, 7)
 
 
-def test_a_saved_model_loads_unchanged(tmp_path, model, model_folder):
-    save_model(model, tmp_path, read_json(model_folder / "config.json"), dtype=torch.float32)
-    again = load_model(tmp_path)
-    assert again.config == model.config
-    for (name, left), (_, right) in zip(model.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(left, right), name
-    weights, config = (tmp_path / name for name in ("model.safetensors", "config.json"))
-    assert weights.stat().st_mode == config.stat().st_mode
-
-
 DEEPSEEK_V3 = {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "routed_scaling_factor": 1.0}
 
 V_PROJ, K_PROJ = "model.layers.0.self_attn.v_proj.bias", "model.layers.1.self_attn.k_proj.weight"
@@ -54,10 +43,10 @@ DAMAGES = [
     (config(architectures={}), "none"),
     (config(hidden_size=None), "hidden_size"),
     (config(num_hidden_layers="two"), "invalid field: .*two"),
-    (config(num_attention_heads=0), "num_heads must be at least 1"),
+    (config(num_attention_heads=0), "num_heads must be from 1 to"),
     (config(num_key_value_heads=3), "cannot share 3"),
-    (config(hidden_size=-1), "hidden_size must be at least 1"),
-    (config(hidden_size=10**30), "hidden_size must be less than"),
+    (config(hidden_size=-1), "hidden_size must be from 1 to"),
+    (config(hidden_size=10**30), "hidden_size must be from 1 to"),
     (config(eos_token_id=VOCAB), "end token 300"),
     (config(eos_token_id=[1, -1]), "end token -1"),
     (config(eos_token_id="</s>"), "invalid field: .*</s>"),
