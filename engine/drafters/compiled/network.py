@@ -129,11 +129,10 @@ def _shape(linear: nn.Module) -> tuple[int, ...] | None:
 def _rounded(linear: nn.Module) -> tuple[np.ndarray, np.ndarray]:
     """Return the weights of a linear layer, int8 [out, in], and their scales, float32 [out]."""
     if isinstance(linear, Int8Linear):
-        values, scales = linear.values, linear.scales
-    else:
-        assert isinstance(linear, PackedLinear | nn.Linear)
-        weight = linear.plain_weight() if isinstance(linear, PackedLinear) else linear.weight.detach()
-        values, scales = round_to_int8(weight)
+        return linear.values.numpy(), linear.scales[:, 0].numpy()
+    assert isinstance(linear, PackedLinear | nn.Linear)
+    weight = linear.plain_weight() if isinstance(linear, PackedLinear) else linear.weight.detach()
+    values, scales = round_to_int8(weight)
     return values.numpy(), scales[:, 0].numpy()
 
 
