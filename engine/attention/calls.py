@@ -1,4 +1,4 @@
-"""Calls of FlashInfer's kernels: each attention call is planned once per step, then run in every layer.
+"""What calls of FlashInfer's kernels need: the arrays of a step, its cache, and plans, which are made once per step.
 
 Plans are made from arrays on the CPU, because reading arrays on the device would wait for all work queued there. In
 CUDA graphs, FA2's plans are corrected on the device, where true lengths are below the planned ones: a plan lists chunks
@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import layout
-from engine.attention.layout import Segment
+from engine.executor.batch import Batch
 from engine.executor.transfer import on_device
 from engine.models.config import ModelConfig
+from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
 
 Store = Callable[[Tensor, Tensor, Tensor], None]
@@ -38,6 +39,101 @@ TILES, REQUESTS, CHUNKS, MERGED, FIRSTS, CHUNK_SIZE, VALID = 0, 4, 6, 7, 8, 9, 1
 workspace."""
 MAX_PROCESSORS = 256
 """Upper bound of a GPU's number of multiprocessors; workspaces are a few MiB larger than needed."""
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of one sequence: a path, or a draft tree with its root."""
+
+    start: int
+    """Row of the first token within the batch."""
+    length: int
+    context: int
+    """Number of the sequence's tokens before the segment; all tokens of the segment attend to them."""
+    pages: list[int]
+    """The sequence's page table."""
+    mask: np.ndarray | None = None
+    """bool [length, length]: the segment's tokens that each token of a tree attends to; None for a path."""
+
+    @property
+    def keys(self) -> int:
+        """Number of the sequence's tokens up to the segment's end."""
+        return self.context + self.length
+
+
+class PagedKeys(NamedTuple):
+    """Pages of the keys of B segments, all int32."""
+
+    indptr: np.ndarray
+    """[B + 1], into `indices`."""
+    indices: np.ndarray
+    """Pages of the cache. A segment without keys also has one page, so that no table is empty."""
+    last_page_len: np.ndarray
+    """[B]: number of keys in the last page."""
+
+
+def segments_of(batch: Batch) -> list[Segment]:
+    """Return the segments of a batch, in its order.
+
+    A draft tree is a separate segment with the last committed token as its root, so that every token attends to the
+    whole context and to at least one token of its segment.
+    """
+    segments = []
+    for index, (start, end) in enumerate(pairwise(batch.starts.tolist())):
+        computed, pages = int(batch.computed[index]), batch.pages[index].tolist()
+        parents = batch.parents[batch.nodes[index] : batch.nodes[index + 1]]
+        if not len(parents):
+            segments.append(Segment(start, end - start, computed, pages))
+            continue
+        before = end - start - len(parents) - 1
+        if before:
+            segments.append(Segment(start, before, computed, pages))
+        mask = with_root(DraftTree(parents).sees)
+        segments.append(Segment(start + before, 1 + len(parents), computed + before, pages, mask))
+    return segments
+
+
+def with_root(mask: np.ndarray) -> np.ndarray:
+    """Add a root before all nodes to a tree's mask, bool [k, k]; return bool [k + 1, k + 1]."""
+    whole = np.zeros((len(mask) + 1, len(mask) + 1), bool)
+    whole[:, 0] = True
+    whole[1:, 1:] = mask
+    return whole
+
+
+def indptr(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the first index of each of B consecutive ranges, and the end of the last one, int32 [B + 1]."""
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def paged_keys(tables: Sequence[list[int]], lengths: Sequence[int], page_size: int) -> PagedKeys:
+    """Return the pages of the first `lengths` keys of each page table."""
+    counts = [max(1, -(-length // page_size)) for length in lengths]
+    indices = np.concatenate([table[:count] for table, count in zip(tables, counts, strict=True)], dtype=np.int32)
+    return PagedKeys(indptr(counts), indices, last_page_lengths(lengths, counts, page_size))
+
+
+def last_page_lengths(
+    lengths: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray, page_size: int
+) -> np.ndarray:
+    """Return the number of keys in the last of `counts` pages, int32 [B]: lengths - (counts - 1) * page_size.
+
+    It is 0 or less where a table has more pages than its length needs; FA2's kernels only use the sum of the keys in
+    full pages and in the last page.
+    """
+    return (np.asarray(lengths) - (np.asarray(counts) - 1) * page_size).astype(np.int32)
+
+
+def flat_masks(segments: Sequence[Segment]) -> np.ndarray:
+    """Return the masks of trees, flattened and concatenated, bool."""
+    masks = [np.tri(one.length, dtype=bool) if one.mask is None else one.mask for one in segments]
+    return np.concatenate([mask.ravel() for mask in masks])
+
+
+def rows_of(segments: Sequence[Segment]) -> slice | np.ndarray:
+    """Return the rows of segments within the batch, in order: a slice if consecutive, otherwise int64 indices."""
+    rows = np.concatenate([np.arange(segment.start, segment.start + segment.length) for segment in segments])
+    first, end = int(rows[0]), int(rows[-1]) + 1
+    return slice(first, end) if end - first == len(rows) else rows
 
 
 class PagedCache:
@@ -93,7 +189,8 @@ class PlannedWrapper:
     """
 
     def __init__(self, wrapper: Any, config: KernelConfig) -> None:
-        self._wrapper = wrapper
+        self.wrapper = wrapper
+        self.run = wrapper.run
         self._config = config
         self._copied = torch.cuda.Event() if torch.device(config.device).type == "cuda" else None
 
@@ -102,21 +199,24 @@ class PlannedWrapper:
         config = self._config
         if self._copied is not None:
             self._copied.synchronize()
-        self._wrapper.plan(
-            *arrays,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            q_data_type=config.dtype,
-            kv_data_type=config.dtype,
-            **options,
-        )
+        sizes = (config.heads, config.kv_heads, config.head_dim)
+        self.wrapper.plan(*arrays, *sizes, q_data_type=config.dtype, kv_data_type=config.dtype, **options)
         if self._copied is not None:
             self._copied.record()
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the planned step; the arguments are those of the wrapper's `run`."""
-        return self._wrapper.run(*args, **kwargs)
+    def plan_paged(self, segments: Sequence[Segment], lengths: Sequence[int], **options: Any) -> None:
+        """Plan segments over the first `lengths` keys of their sequences. options: further arguments of the plan."""
+        config = self._config
+        starts, indices, last = paged_keys([segment.pages for segment in segments], lengths, config.page_size)
+        self.plan(
+            torch.from_numpy(indptr([segment.length for segment in segments])),
+            torch.from_numpy(starts),
+            # This array is large and not read on the CPU.
+            on_device(indices, torch.device(config.device)),
+            torch.from_numpy(last),
+            page_size=config.page_size,
+            **options,
+        )
 
 
 class CacheWriter:
@@ -139,79 +239,6 @@ class CacheWriter:
             )
 
         return store
-
-
-class PathCall:
-    """FA2 over paged keys, causal, for paths of any length.
-
-    Calls run one after another on the same CUDA stream, so they share a workspace.
-    """
-
-    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
-        """library: the FlashInfer module."""
-        self._wrapper = PlannedWrapper(
-            library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"), config
-        )
-        self._config = config
-
-    def prepare(self, segments: Sequence[Segment]) -> None:
-        """Plan the attention of a step's segments."""
-        plan_paged(self._wrapper, self._config, segments, [segment.keys for segment in segments], causal=True)
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:  # noqa: ARG002  # from the cache
-        """Return the attention of the segments' rows in one layer, [N, heads, head_dim].
-
-        query [N, heads, head_dim], new key and value [N, kv_heads, head_dim]: only the segments' rows. cache: the
-        layer's cache, which already contains the new keys and values.
-        """
-        return self._wrapper.run(query, cache, out=query.new_empty(query.shape))
-
-
-class TreeCall:
-    """FA2 for trees: the context without a mask and the tree with a small one, merged by FlashInfer's kernel.
-
-    Attention over all keys is the mean of the attention over each part, weighted by the parts' sums of exponentials
-    (Milakov and Gimelshein, 2018). Masks therefore do not grow with the context.
-    """
-
-    def __init__(self, library: Any, config: KernelConfig, workspace: Tensor) -> None:
-        """See `PathCall`."""
-        paged = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        ragged = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        self._contexts, self._trees = PlannedWrapper(paged, config), PlannedWrapper(ragged, config)
-        self._merge = library.merge_state
-        self._config = config
-
-    def prepare(self, segments: Sequence[Segment]) -> None:
-        """See `PathCall.prepare`."""
-        plan_paged(self._contexts, self._config, segments, [segment.context for segment in segments])
-        rows = torch.from_numpy(layout.indptr([segment.length for segment in segments]))
-        mask = on_device(layout.flat_masks(segments), torch.device(self._config.device))
-        # In parts, a token might attend to no key of some part.
-        self._trees.plan(rows, rows, custom_mask=mask, disable_split_kv=True)
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        """See `PathCall.run`."""
-        context = self._contexts.run(query, cache, return_lse=True)
-        tree = self._trees.run(query, key, value, return_lse=True)
-        attended: Tensor = self._merge(*context, *tree)[0]
-        return attended
-
-
-def plan_paged(
-    wrapper: PlannedWrapper, config: KernelConfig, segments: Sequence[Segment], lengths: Sequence[int], **options: Any
-) -> None:
-    """Plan segments over the first `lengths` keys of their sequences. options: additional arguments of the plan."""
-    indptr, indices, last = layout.paged_keys([segment.pages for segment in segments], lengths, config.page_size)
-    wrapper.plan(
-        torch.from_numpy(layout.indptr([segment.length for segment in segments])),
-        torch.from_numpy(indptr),
-        # This array is large and not read on the CPU.
-        on_device(indices, torch.device(config.device)),
-        torch.from_numpy(last),
-        page_size=config.page_size,
-        **options,
-    )
 
 
 class Chunks:

@@ -7,7 +7,8 @@ a CUDA graph the true lengths and page tables, which are on the device, replace 
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,18 +24,24 @@ from engine.attention.calls import (
     Chunks,
     KernelConfig,
     PagedCache,
-    PathCall,
     PlannedWrapper,
-    TreeCall,
+    Segment,
+    flat_masks,
+    indptr,
+    last_page_lengths,
+    rows_of,
+    segments_of,
     workspaces,
 )
-from engine.attention.layout import indptr, last_page_lengths, rows_of, segments_of
 from engine.executor.batch import Batch
 from engine.executor.transfer import on_device, staged
 from engine.models.config import ModelConfig
 from engine.models.layers import Attend, Ops, Rotation
 from ssd.errors import missing_extra
 
+Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Returns the attention of rows in one layer, [N, heads, head_dim]: query [N, heads, head_dim], new key and value
+[N, kv_heads, head_dim], and the layer's cache, which already contains them."""
 SMALL_TILE = 16
 """Number of query heads in FA2's smallest tile."""
 
@@ -67,36 +74,76 @@ class FlashInferAttention(Attention):
             config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, str(device)
         )
         self._workspace = self._bytes(WORKSPACE_BYTES)
-        self._calls: dict[type, PathCall | TreeCall] = {}
         self._writer = CacheWriter(self._library, self._cache)
 
     def begin(self, batch: Batch) -> Attend:
         """See `Attention.begin`."""
         device = torch.device(self._config.device)
         store = self._writer.at(on_device(batch.slots.astype(np.int32), device))
-        prepared: list[tuple[slice | Tensor, PathCall | TreeCall]] = []
+        segments = segments_of(batch)
         # One call handles all paths, so that a step with prompts is planned once.
-        all_segments = segments_of(batch)
-        for kind, is_tree in ((PathCall, False), (TreeCall, True)):
-            segments = [segment for segment in all_segments if (segment.mask is not None) == is_tree]
-            if not segments:
-                continue
-            call = self._call(kind)
-            call.prepare(segments)
-            rows = rows_of(segments)
-            prepared.append((rows if isinstance(rows, slice) else on_device(rows, device), call))
+        parts = (
+            ([segment for segment in segments if segment.mask is None], self._plan_paths),
+            ([segment for segment in segments if segment.mask is not None], self._plan_trees),
+        )
+        planned: list[tuple[slice | Tensor, Call]] = []
+        for own, plan in parts:
+            if own:
+                rows = rows_of(own)
+                planned.append((rows if isinstance(rows, slice) else on_device(rows, device), plan(own)))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self._cache.layers[layer]
             store(cache, key, value)
-            if len(prepared) == 1:
-                return prepared[0][1].run(query, key, value, cache)
+            if len(planned) == 1:
+                return planned[0][1](query, key, value, cache)
             attended = query.new_empty(query.shape)
-            for rows, call in prepared:
-                attended[rows] = call.run(query[rows], key[rows], value[rows], cache)
+            for rows, run in planned:
+                attended[rows] = run(query[rows], key[rows], value[rows], cache)
             return attended
 
         return attend
+
+    def _plan_paths(self, segments: Sequence[Segment]) -> Call:
+        """Plan FA2 over paged keys, causal, for paths of any length."""
+        wrapper = self._paths
+        wrapper.plan_paged(segments, [segment.keys for segment in segments], causal=True)
+        return lambda query, _key, _value, cache: wrapper.run(query, cache, out=query.new_empty(query.shape))
+
+    def _plan_trees(self, segments: Sequence[Segment]) -> Call:
+        """Plan FA2 for trees: the context without a mask and the tree with a small one, merged by FlashInfer's kernel.
+
+        Attention over all keys is the mean of the attention over each part, weighted by the parts' sums of exponentials
+        (Milakov and Gimelshein, 2018). Masks therefore do not grow with the context.
+        """
+        contexts, trees = self._trees
+        contexts.plan_paged(segments, [segment.context for segment in segments])
+        rows = torch.from_numpy(indptr([segment.length for segment in segments]))
+        mask = on_device(flat_masks(segments), torch.device(self._config.device))
+        # In parts, a token might attend to no key of some part.
+        trees.plan(rows, rows, custom_mask=mask, disable_split_kv=True)
+
+        def run(query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+            parts = contexts.run(query, cache, return_lse=True), trees.run(query, key, value, return_lse=True)
+            attended: Tensor = self._library.merge_state(*parts[0], *parts[1])[0]
+            return attended
+
+        return run
+
+    # Wrappers are made on first use, because each allocates memory. They run one after another on the same CUDA stream,
+    # so they share a workspace.
+
+    @cached_property
+    def _paths(self) -> PlannedWrapper:
+        return self._wrapper(self._library.BatchPrefillWithPagedKVCacheWrapper)
+
+    @cached_property
+    def _trees(self) -> tuple[PlannedWrapper, PlannedWrapper]:
+        ragged = self._library.BatchPrefillWithRaggedKVCacheWrapper
+        return self._wrapper(self._library.BatchPrefillWithPagedKVCacheWrapper), self._wrapper(ragged)
+
+    def _wrapper(self, kind: Callable[..., Any]) -> PlannedWrapper:
+        return PlannedWrapper(kind(self._workspace, "NHD", backend="fa2"), self._config)
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """See `Attention.move`."""
@@ -114,12 +161,6 @@ class FlashInferAttention(Attention):
 
     def _bytes(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self._config.device)
-
-    def _call(self, kind: type[PathCall | TreeCall]) -> PathCall | TreeCall:
-        """Return the call of a kind; created on first use, because each call allocates memory."""
-        if kind not in self._calls:
-            self._calls[kind] = kind(self._library, self._config, self._workspace)
-        return self._calls[kind]
 
 
 class FlashInferFixed(FixedAttention):
@@ -147,7 +188,7 @@ class FlashInferFixed(FixedAttention):
         self._requests = requests_of(step, config.heads // config.kv_heads)
         integers_there: dict[str, Any] = {"dtype": torch.int32, "device": config.device}
         self._no_indices = torch.zeros(0, **integers_there)
-        after = self._pages(step.rows)
+        after = -(-step.rows // config.page_size)
         self._unowned_pages = torch.full((after,), cache.pages - 1, **integers_there)
         # First index of each page table; the tables of the B sequences have equal lengths.
         firsts = torch.arange(step.sequences + 1, **integers_there) * step.pages
@@ -156,7 +197,7 @@ class FlashInferFixed(FixedAttention):
         self._starts = torch.zeros(self._requests + 1, **integers_there)
         self._indices = torch.zeros(step.sequences * step.pages + after, **integers_there)
         self._last = torch.ones(self._requests, **integers_there)
-        self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
             floats,
             "NHD",
             use_cuda_graph=True,
@@ -168,8 +209,8 @@ class FlashInferFixed(FixedAttention):
         )
         # The wrapper's default workspace would take 8 MiB on the device and 8 MiB of pinned memory for each shape.
         self._integers = integers
-        self._wrapper.reset_workspace_buffer(floats, integers)
-        self._planned = PlannedWrapper(self._wrapper, config)
+        wrapper.reset_workspace_buffer(floats, integers)
+        self._planned = PlannedWrapper(wrapper, config)
 
     def plan(self, contexts: np.ndarray, rows: np.ndarray) -> None:
         """See `FixedAttention.plan`."""
@@ -203,20 +244,17 @@ class FlashInferFixed(FixedAttention):
             # Steps with at most one row per sequence need no correction: result offsets do not change, and chunks
             # without keys get weight 0. A wrapper's plans all have the same layout, which is not part of FlashInfer's
             # interface.
-            plan = [int(number) for number in self._wrapper._plan_info]
+            plan = [int(number) for number in self._planned.wrapper._plan_info]
             Chunks(self._integers, plan, self._requests, self._step.rows).correct(lengths, starts)
         store = self._writer.at(rows.slots.int())
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self._cache.layers[layer]
             store(cache, key, value)
-            attended: Tensor = self._wrapper.run(query, cache, out=query.new_empty(query.shape))
+            attended: Tensor = self._planned.run(query, cache, out=query.new_empty(query.shape))
             return attended
 
         return attend
-
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self._config.page_size)
 
 
 def requests_of(step: StepShape, sharing: int) -> int:

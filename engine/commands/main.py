@@ -149,11 +149,9 @@ def _add_head_command(kind: str, help_text: str) -> None:
     def command(options: TrainFlags) -> None:
         from rich.console import Console
 
-        from engine.models.shipped import SHIPPED_MODEL
-        from engine.training.command import TrainingOptions, train_head
+        from engine.training.command import train_head
 
-        given = {**vars(options), "target": options.target or SHIPPED_MODEL}
-        train_head(TrainingOptions(kind, **given), Console())
+        train_head(kind, options, Console())
 
 
 for _kind, _help in (

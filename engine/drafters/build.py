@@ -12,7 +12,7 @@ from engine.drafters.medusa import MedusaDrafter
 from engine.drafters.sources import DraftSource
 from engine.models.heads.formats import Head, check_head, load_head
 from engine.models.heads.medusa import MedusaHeads
-from engine.models.loader import check_draft_model, load_config, load_draft_model, load_model, load_quantization
+from engine.models.loader import check_draft_model, load_config, load_draft_model, load_model
 from engine.models.packed import pack, pack_linears, quantize_int8
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 from ssd.errors import UserError
@@ -49,11 +49,6 @@ def check_weights(kind: str, folder: Path | None, target: Path) -> None:
     folder: None for the default of the kind.
     """
     if kind == "self-int8":
-        if load_quantization(target) is not None:
-            raise UserError(
-                f"--drafter self-int8 rounds the weights of the target, but those of {target} are quantized already; "
-                "choose another drafter"
-            )
         return
     folder = folder or default_folder(kind, target)
     if kind == "draft-model":

@@ -25,11 +25,9 @@ from engine.models.quantization import (
     FLOATS,
     Header,
     Quantization,
-    QuantizedWeight,
     Scheme,
     StoredTensor,
-    assemble,
-    has_nan,
+    dequantize,
     stored_tensors,
     weight_name,
 )
@@ -220,22 +218,14 @@ class Checkpoint:
 
         Raises UserError if there is none.
         """
-        if self.scheme(name) is not None:
-            return self.quantized(name, index).dequantize()
+        scheme = self.scheme(name)
+        if scheme is not None:
+            shape = self._stored_shape(name, scheme)
+            tensors = {each: self._raw(each) for each in stored_tensors(name, shape, scheme)}
+            return dequantize(tensors, name, shape, scheme)[index]
         if name not in self._headers:
             raise UserError(f"{self._folder} lacks {name}; {self._advice}")
         return self._raw(name, index)
-
-    def quantized(self, name: str, index: tuple[slice, ...] = ()) -> QuantizedWeight:
-        """Return a weight that has a scheme, or the part of it at `index`. Raises UserError for values like NaN."""
-        scheme = self.scheme(name)
-        assert scheme is not None
-        shape = self._stored_shape(name, scheme)
-        tensors = {each: self._raw(each) for each in stored_tensors(name, shape, scheme)}
-        weight = assemble(tensors, name, shape, scheme).part(index)
-        if has_nan(weight.values):
-            raise UserError(f"{name} in {self._folder} has values that are not numbers; download or copy it again")
-        return weight
 
     def _stored_shape(self, name: str, scheme: Scheme) -> tuple[int, ...]:
         return tuple(self._raw(name + "_shape").tolist()) if scheme.values == "packed" else self._headers[name].shape

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.models.rope import Rope
+
+
+def _check_range(config: object, names: Iterable[str], *, least: int = 1, of: str = "") -> None:
+    """Raise ValueError unless the sizes with these names are from `least` to 2**31 - 1."""
+    for name in names:
+        if not least <= getattr(config, name) < 1 << 31:
+            raise ValueError(f"{name}{of} must be from {least} to {(1 << 31) - 1}, not {getattr(config, name)}")
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,8 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid shape."""
-        for name in ("count", "per_token", "intermediate_size", "groups", "groups_kept", "group_members"):
-            if not 1 <= getattr(self, name) < 1 << 31:
-                raise ValueError(f"{name} of experts must be from 1 to {(1 << 31) - 1}, not {getattr(self, name)}")
+        names = ("count", "per_token", "intermediate_size", "groups", "groups_kept", "group_members")
+        _check_range(self, names, of=" of experts")
         if self.count % self.groups or self.groups_kept > self.groups:
             raise ValueError(f"{self.count} experts cannot choose {self.groups_kept} of {self.groups} groups")
         members = self.count // self.groups
@@ -68,9 +75,8 @@ class LatentConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid shape."""
-        for name, least in (("query_rank", 0), ("latent_dim", 1), ("nope_dim", 1), ("value_dim", 1)):
-            if not least <= getattr(self, name) < 1 << 31:
-                raise ValueError(f"{name} must be from {least} to {(1 << 31) - 1}, not {getattr(self, name)}")
+        _check_range(self, ("query_rank",), least=0)
+        _check_range(self, ("latent_dim", "nope_dim", "value_dim"))
 
     def scale(self, query_dim: int) -> float:
         """Return the factor of the scores of queries of a size."""
@@ -122,11 +128,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid shape."""
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
-        for name in (*sizes, "head_dim", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-            if getattr(self, name) >= 1 << 31:
-                raise ValueError(f"{name} must be less than {1 << 31}, not {getattr(self, name)}")
+        _check_range(self, (*sizes, "head_dim", "max_positions"))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads evenly")
         if self.latent is not None and self.num_kv_heads != 1:

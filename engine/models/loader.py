@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +22,6 @@ from engine.models.families import checkpoint_parts, mtp_tensors
 from engine.models.folders import GENERATION_FILE, load_generation_defaults, read_json
 from engine.models.gguf_model import config_fields
 from engine.models.hf_config import config_from_hf
-from engine.models.packed import keep_quantized
 from engine.models.quantization import Quantization, read_quantization
 from engine.models.tokenizer import Tokenizer
 from ssd.errors import UserError
@@ -66,9 +64,6 @@ def load_weights(
     decoder = on_meta_device(make).to(dtype)
     parts = shapes(checkpoint_views(decoder))
     index = None if part is None else lambda name: part(name, whole[name], parts[name])
-    if torch.device(device).type == "cpu":
-        with refuse_too_large(decoder, device):
-            keep_quantized(decoder, checkpoint, whole, index)
     allocate(decoder, device)
     checkpoint.copy_into(checkpoint_views(decoder), index)
     return decoder.eval().requires_grad_(False)
@@ -175,11 +170,10 @@ def save_model(
 
 
 def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:
-    """Return writable views of the decoder's weights by their names in checkpoints, without quantized ones."""
+    """Return writable views of the decoder's weights by their names in checkpoints."""
     views: dict[str, Tensor] = {}
     for name, parameter in decoder.named_parameters():
-        if not name.endswith((".values", ".scales", ".zeros")):
-            views |= part_views(parameter, checkpoint_parts(name, decoder.config))
+        views |= part_views(parameter, checkpoint_parts(name, decoder.config))
     return views
 
 
@@ -195,20 +189,13 @@ def allocate(decoder: Decoder, device: str) -> None:
 
 def allocate_weights(module: nn.Module, device: str) -> None:
     """Allocate weights of a module that are on the meta device, uninitialized. Raises UserError if they do not fit."""
-    with refuse_too_large(module, device):
+    try:
         # `to_empty` does the same with operators on the meta device, which import SymPy.
         memory = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor
             for name, tensor in module.state_dict().items()
         }
         module.load_state_dict(memory, assign=True)
-
-
-@contextmanager
-def refuse_too_large(module: nn.Module, device: str) -> Iterator[None]:
-    """Raise UserError if memory for the weights of a module cannot be allocated in this context."""
-    try:
-        yield
     except RuntimeError as problem:
         if "memory" not in str(problem):
             raise

@@ -1,7 +1,6 @@
 """Quantized weights: their description in `config.json`, and their names, shapes, dtypes and values in checkpoints.
 
 Read are compressed-tensors, and fp8 as in DeepSeek-V3 or vLLM. A weight [out, in] is (values - zero points) * scales.
-In memory the values take one byte each, and every row has its own scales: one for each block of columns.
 
 Formats: https://github.com/vllm-project/compressed-tensors, the fields of `QuantizationConfig` and `QuantizationArgs`.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import gcd
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -249,65 +247,28 @@ def _words(count: int, bits: int) -> int:
     return -(-count * bits // 32)
 
 
-class QuantizedWeight(NamedTuple):
-    """A weight [out, in], or some rows of it."""
-
-    values: Tensor
-    """int8 or float8_e4m3fn [out, in]."""
-    scales: Tensor
-    """float32 [out, blocks of columns]."""
-    zeros: Tensor | None
-    """Zero points of the same blocks, int8; None if all are 0."""
-    columns: int
-    """Number of columns that share a scale; the last block may have fewer."""
-
-    def part(self, index: tuple[slice, ...]) -> QuantizedWeight:
-        """Return rows, or rows and columns, of the weight. index: at most one slice per dimension."""
-        rows, columns = (*index, slice(None), slice(None))[:2]
-        first, end, _ = columns.indices(self.values.shape[1])
-        size = gcd(self.columns, first)  # the columns may begin within a block, which is then divided
-
-        def blocks(each: Tensor) -> Tensor:
-            return each[rows].repeat_interleave(self.columns // size, 1)[:, first // size : -(-end // size)]
-
-        zeros = None if self.zeros is None else blocks(self.zeros)
-        return QuantizedWeight(self.values[rows, columns], blocks(self.scales), zeros, size)
-
-    def dequantize(self) -> Tensor:
-        """Return the weight, float32 [out, in]."""
-        weight, scales = self.values, self.scales
-        if weight.is_floating_point() and weight.is_cpu:
-            weight, scales = _smaller_halves(weight), scales * 256
-        weight = weight.float()
-        size = weight.shape[1]
-        if size % self.columns == 0:
-            blocks = weight.view(len(weight), -1, self.columns)
-            if self.zeros is not None:
-                blocks -= self.zeros[:, :, None]
-            return blocks.mul_(scales[:, :, None]).view_as(weight)
-        if self.zeros is not None:
-            weight -= self.zeros.repeat_interleave(self.columns, 1)[:, :size]
-        return weight.mul_(scales.repeat_interleave(self.columns, 1)[:, :size])
-
-
-def assemble(tensors: dict[str, Tensor], name: str, shape: Shape, scheme: Scheme) -> QuantizedWeight:
-    """Return the weight `name` [out, in] from the tensors of `stored_tensors`, by their names."""
+def dequantize(tensors: Mapping[str, Tensor], name: str, shape: Shape, scheme: Scheme) -> Tensor:
+    """Return the weight `name`, float32 [out, in], from the tensors of `stored_tensors`, by their names."""
     rows, columns = shape
     grid = _grid(shape, scheme)
 
     def by_row(blocks: Tensor) -> Tensor:
-        return blocks.reshape(grid).repeat_interleave(scheme.block[0] or rows, 0)[:rows].contiguous()
+        """Return the numbers of all blocks for each row, [out, blocks of columns]."""
+        return blocks.reshape(grid).repeat_interleave(scheme.block[0] or rows, 0)[:rows]
 
-    zeros = tensors.get(name + "_zero_point")
-    if scheme.values == "packed":
+    values, zeros = tensors.get(name), tensors.get(name + "_zero_point")
+    scales = by_row(tensors[name.removesuffix("weight") + scheme.scales].float())
+    if values is None:
         values = _unpack(tensors[name + "_packed"], scheme.bits, columns)
         if zeros is not None:
             # Zero points are packed along rows.
             zeros = _unpack(zeros.T.contiguous(), scheme.bits, rows).T
-    else:
-        values = tensors[name]
-    scales = tensors[name.removesuffix("weight") + scheme.scales].float()
-    return QuantizedWeight(values, by_row(scales), None if zeros is None else by_row(zeros), scheme.block[1] or columns)
+    weight = values.float()
+    for index, block in enumerate(weight.split(scheme.block[1] or columns, dim=1)):
+        if zeros is not None:
+            block -= by_row(zeros)[:, index : index + 1]
+        block *= scales[:, index : index + 1]
+    return weight
 
 
 def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
@@ -317,18 +278,3 @@ def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
         return (packed[:, :count] ^ 128).view(torch.int8)
     halves = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
     return halves[:, :count].view(torch.int8) - 8
-
-
-def _smaller_halves(values: Tensor) -> Tensor:
-    """Return float8_e4m3fn values without NaN divided by 256, as float16, exactly.
-
-    On a CPU this takes a tenth of the time of PyTorch's conversion. Bits are moved to their places in float16, whose
-    exponents have a bias that is larger by 8.
-    """
-    bits = values.view(torch.int8).to(torch.int16)  # copies the sign to all upper bits
-    return bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16)
-
-
-def has_nan(values: Tensor) -> bool:
-    """Return whether values have a NaN; float8_e4m3fn has no infinities, and int8 has neither."""
-    return values.is_floating_point() and bool(((values.view(torch.int8) & 127) == 127).any())

@@ -19,7 +19,7 @@ from engine.models.experts import LinearPerExpert
 from engine.models.families import checkpoint_parts, mtp_layers, mtp_tensors
 from engine.models.loader import checkpoint_views, on_meta_device, shapes
 from engine.models.lora.pool import LoraLinear
-from engine.models.packed import PackedLinear, QuantizedLinear
+from engine.models.packed import Int8Linear, PackedLinear
 from engine.models.sharding import ShardedDecoder
 from ssd.errors import UserError
 
@@ -77,7 +77,7 @@ def _assign(module: nn.Module, kind: str, rows: Tensor) -> None:
         for layer, part in zip(module.layers, rows.chunk(module.count), strict=True):
             _assign(layer, kind, part)
     else:
-        assert isinstance(module, PackedLinear | QuantizedLinear)
+        assert isinstance(module, PackedLinear | Int8Linear)
         module.overwrite(rows)
 
 
@@ -115,9 +115,4 @@ def _refuse_fixed(decoder: Decoder) -> None:
         raise UserError(
             "the weights of a model that --tensor-parallel divides cannot be changed while it runs; start the engine "
             "again with the new ones"
-        )
-    if any(isinstance(module, QuantizedLinear) for module in decoder.modules()):
-        raise UserError(
-            "the weights of this model are quantized, and cannot be changed while it runs; start the engine with the "
-            "same model in bfloat16 or float32"
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,10 +17,8 @@ from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.models.decoder import Decoder
-from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request, SamplingParams
-from engine.training.kinds import KINDS, Recipe
 from engine.training.run import Run
 from ssd.config import DrafterConfig
 
@@ -83,84 +81,43 @@ def measure(
     return Acceptance(temperature, float(reached.sum()), tuple(float(share) for share in reached[1:]))
 
 
-def write_card(
-    folder: Path,
-    run: Run,
-    *,
-    target: Path,
-    data: str,
-    tokens: int,
-    results: Sequence[Acceptance],
-    prompts: int,
-) -> None:
+def write_card(folder: Path, run: Run, target: Path, facts: Mapping[str, str], results: Sequence[Acceptance]) -> None:
     """Write the card into `folder`, and the target's license file if it has one.
 
-    data: description of the text. tokens: number of its tokens that were used. results: measured on `prompts` prompts.
+    facts: further properties of the run, by name.
     """
-    recipe, has_license = run.recipe, (target / LICENSE_FILE).exists()
-    kind = KINDS[recipe.kind]
-    if has_license:
+    recipe, license_note = run.recipe, ""
+    if (target / LICENSE_FILE).exists():
         shutil.copy(target / LICENSE_FILE, folder / LICENSE_FILE)
+        license_note = f" The target's license applies (`{LICENSE_FILE}`)."
+    acceptance = "\n".join(
+        f"| temperature {result.temperature:g} | {result.tokens_per_step:.2f} "
+        f"| {', '.join(f'{share:.2f}' for share in result.by_position)} |"
+        for result in results
+    )
+    own = asdict(recipe) | {"hardware": cpu_name(), "threads": torch.get_num_threads()}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in {**facts, **own}.items())
     (folder / CARD_FILE).write_text(
         f"""---
-{_license(target)}library_name: ssd-drafter
+library_name: ssd-drafter
 base_model: {target.name}
 ---
 
 # {recipe.kind} for {target.name}
 
-{kind.network.format(recipe=recipe)}. It drafts for the target {target.name} (`--drafter {recipe.kind}`).
-{"The target's license applies (`LICENSE.txt`)." if has_license else ""}
+It drafts for the target {target.name} (`--drafter {recipe.kind}`).{license_note}
 
 | held-out acceptance | tokens per step | accepted at position 1, 2, .. |
 |---|---|---|
-{_rows(results)}
+{acceptance}
 
-{prompts} held-out prompts x {MAX_TOKENS} tokens, one measurement; greedy outputs include loops. {_shape(recipe)}
-
-## Data
-
-{data}: {tokens:,} tokens in windows of {recipe.window}. The labels are the target's own distributions.
-
-## Recipe
+Outputs of {MAX_TOKENS} tokens, one measurement; greedy outputs include loops. Labels are the target's distributions.
 
 | | |
 |---|---|
-| first weights | {kind.first_weights} |
-| loss | {_loss(recipe)} |
-| tokens seen | {recipe.steps * recipe.batch_tokens:,}, {recipe.batch_tokens:,} per step |
-| optimizer | Muon for matrices (learning rate {recipe.matrix_lr}), AdamW for the rest ({recipe.other_lr}) |
-| schedule | {recipe.warmup_steps} steps of warm-up, then linear to zero |
-| precision | float32; written as bfloat16 |
-| hardware | {cpu_name()}, threads: {torch.get_num_threads()} |
-| time | {run.seconds / 60:.0f} minutes, {run.cpu_seconds / 60:.0f} minutes of processor time |
+{rows}
 
-Made by `ssd-engine train {recipe.kind}`.
+Made by `ssd-engine train {recipe.kind}` in {run.seconds / 60:.0f} minutes.
 """,
         encoding="utf-8",
-    )
-
-
-def _license(target: Path) -> str:
-    return "license: other\nlicense_name: psf-2.0\n" if target == SHIPPED_MODEL else ""
-
-
-def _rows(results: Sequence[Acceptance]) -> str:
-    return "\n".join(
-        f"| temperature {result.temperature:g} | {result.tokens_per_step:.2f} "
-        f"| {', '.join(f'{share:.2f}' for share in result.by_position)} |"
-        for result in results
-    )
-
-
-def _shape(recipe: Recipe) -> str:
-    return f"Trees of {TREE_NODES} nodes." if recipe.kind == "medusa" else "Paths."
-
-
-def _loss(recipe: Recipe) -> str:
-    if not KINDS[recipe.kind].copies_layer:
-        return "cross-entropy with the target's distribution"
-    return (
-        f"cross-entropy with the target's distribution at {recipe.depth} draft positions (training-time test); chains "
-        f"of several begin at the {recipe.chain_share:.0%} of rows whose first draft is most likely to be accepted"
     )

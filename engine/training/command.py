@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
 from drafter_service.client.tokenizer import TOKENIZER_FILE
+from engine.commands.options import TrainFlags
 from engine.commands.progress import LongProgress
 from engine.commands.prompts import read_prompt_file
 from engine.models.checkpoint import CONFIG_FILE
@@ -39,82 +40,54 @@ OF_ALL_LAYERS = ("dtype", "layer_types", "num_nextn_predict_layers", "quantizati
 """Fields of a target's `config.json` that do not hold for a draft model."""
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
-    """Options of `ssd-engine train KIND`."""
-
-    kind: str
-    target: Path
-    out: Path
-    work: Path
-    data: tuple[Path, ...] = ()
-    """Text files; none: the library that the shipped target was trained on."""
-    tokens: int | None = None
-    """Number of tokens to train on; None: the recipe's."""
-
-    def __post_init__(self) -> None:
-        """Raise UserError for options that do not fit together."""
-        if self.kind not in KINDS:
-            raise UserError(f"unknown kind {self.kind!r}; give one of {', '.join(KINDS)}")
-        if not self.data and self.target != SHIPPED_MODEL:
-            raise UserError("give --data text files")
-        if self.out.exists() and self.target.exists() and self.out.samefile(self.target):
-            raise UserError(f"--out {self.out} is the target's folder; give another")
-
-
-def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None = None) -> Acceptance:
+def train_head(kind: str, options: TrainFlags, console: Console, recipe: Recipe | None = None) -> Acceptance:
     """Train a head, write it to `options.out` and return its acceptance at the first of `TEMPERATURES`.
 
     recipe: None for that of the kind. An interrupted call with the same options is continued from `options.work`.
-    Raises UserError for files that cannot be used, and for a work folder with another run.
+    Raises UserError for options that do not fit together, for files that cannot be used, and for a work folder with
+    another run.
     """
-    recipe = recipe or KINDS[options.kind].recipe
-    shape = load_config(options.target)
-    if KINDS[recipe.kind].copies_layer and (shape.experts is not None or shape.latent is not None):
+    folder, recipe = options.target or SHIPPED_MODEL, recipe or KINDS[kind].recipe
+    if not options.data and folder != SHIPPED_MODEL:
+        raise UserError("give --data text files")
+    if options.out.exists() and folder.exists() and options.out.samefile(folder):
+        raise UserError(f"--out {options.out} is the target's folder; give another")
+    shape = load_config(folder)
+    if KINDS[kind].copies_layer and (shape.experts is not None or shape.latent is not None):
         raise UserError(
-            f"a head of the kind {recipe.kind} begins with a layer of its target, which may have neither experts nor "
-            "latent attention; train medusa or draft-model"
+            f"a head of the kind {kind} begins with a layer of its target, which may have neither experts nor latent "
+            "attention; train medusa or draft-model"
         )
-    target, tokenizer = load_model(options.target), Tokenizer(options.target)
+    target, tokenizer = load_model(folder), Tokenizer(folder)
+    work = options.work / kind
     try:
         recipe = recipe if options.tokens is None else replace(recipe, total_tokens=options.tokens)
         end = end_token(target.config)
-        text = file_text(options.data, tokenizer, end) if options.data else library_text(options.target, tokenizer, end)
+        text = file_text(options.data, tokenizer, end) if options.data else library_text(folder, tokenizer, end)
         windows, held_out = text.windows(recipe.window, recipe.seed)
-        work = options.work / recipe.kind
         run = resume(recipe, target, windows, work)
     except ValueError as problem:
         raise UserError(str(problem)) from None
-    console.print(f"training {recipe.kind} from step {run.step:,} of {recipe.steps:,}")
+    console.print(f"training {kind} from step {run.step:,} of {recipe.steps:,}")
     with LongProgress(console, recipe.steps, transient=True, units="steps") as progress:
         progress.advance(run.step, "")
         train(
             run, work, until=recipe.steps,
             progress=lambda run: progress.advance(1, f"tokens per step {run.tokens_per_step:.2f}"),
         )  # fmt: skip
-    write_head(run, options.out, options.target)
-    prompts = _held_out_prompts(options.target, tokenizer, held_out)
-    results = [
-        measure(recipe.kind, options.out, target, options.target, prompts, temperature) for temperature in TEMPERATURES
-    ]
+    write_head(run, options.out, folder)
+    prompts = _held_out_prompts(folder, tokenizer, held_out)
+    results = [measure(kind, options.out, target, folder, prompts, temperature) for temperature in TEMPERATURES]
     for each in results:
         console.print(f"{each.tokens_per_step:.2f} tokens per step at temperature {each.temperature:g}")
-    write_card(
-        options.out,
-        run,
-        target=options.target,
-        data=_describe_data(options),
-        tokens=min(windows.size, recipe.steps * recipe.batch_tokens),
-        results=results,
-        prompts=len(prompts),
-    )
+    used = min(windows.size, recipe.steps * recipe.batch_tokens)
+    facts = {
+        "data": f"{len(options.data)} text files" if options.data else "the files that the target was trained on",
+        "tokens of the data": f"{used:,}",
+        "held-out prompts": str(len(prompts)),
+    }
+    write_card(options.out, run, folder, facts, results)
     return results[0]
-
-
-def _describe_data(options: TrainingOptions) -> str:
-    if options.data:
-        return f"{len(options.data)} text files"
-    return "The Python standard library, the files that the target was trained on (its `files.json`)"
 
 
 def write_head(run: Run, folder: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of heads that can be trained: for each its recipe, a new head with its loss, and texts of its card."""
+"""The kinds of heads that can be trained: for each its recipe, and a new head with its loss."""
 
 from __future__ import annotations
 
@@ -89,9 +89,6 @@ class HeadKind:
     new: Callable[[Recipe, Decoder, np.ndarray, Windows], Objective]
     """Returns a new head with its loss for a recipe, the target, the text, and the windows of a sample of it. Raises
     ValueError for a target that is too small for the head."""
-    network: str
-    """Description of the network for the card."""
-    first_weights: str
     copies_layer: bool = False
     """Whether heads begin with the target's last layer, whose input they estimate."""
 
@@ -126,39 +123,22 @@ def _chains(head: DraftHead, recipe: Recipe, target: Decoder) -> Objective:
 KINDS = {
     kind.recipe.kind: kind
     for kind in (
-        HeadKind(
-            Recipe("draft-model", 2_000_000, matrix_lr=0.01),
-            _draft_model,
-            "A copy of the target with {recipe.num_layers} of its layers; its embeddings are not trained",
-            "the target's layers, evenly spaced",
-        ),
+        HeadKind(Recipe("draft-model", 2_000_000, matrix_lr=0.01), _draft_model),
         HeadKind(
             Recipe("mtp", 2_000_000, matrix_lr=0.005, other_lr=1e-3),
             lambda recipe, target, _text, sample: _chains(new_mtp(target, sample), recipe, target),
-            "A multi-token prediction layer in MiMo's form: one decoder layer over the last state and the next token",
-            "the target's last layer, and a projection that estimates its input by least squares",
             copies_layer=True,
         ),
         HeadKind(
             # Without norms, errors grow along chains: at 0.008 an EAGLE head became worse.
             Recipe("eagle", 2_000_000, matrix_lr=0.002, other_lr=5e-4),
             lambda recipe, target, _text, sample: _chains(new_eagle(target, sample), recipe, target),
-            "An EAGLE head: one decoder layer over the last state and the next token",
-            "the target's last layer, and a projection that estimates its input by least squares",
             copies_layer=True,
         ),
-        HeadKind(
-            Recipe("eagle3", 2_000_000, matrix_lr=0.004, other_lr=1e-3),
-            _eagle3,
-            "An EAGLE-3 head: one decoder layer over three of the target's states and the next token",
-            "the target's last layer, with projections that estimate its input by least squares",
-            copies_layer=True,
-        ),
+        HeadKind(Recipe("eagle3", 2_000_000, matrix_lr=0.004, other_lr=1e-3), _eagle3, copies_layer=True),
         HeadKind(
             Recipe("medusa", 1_000_000, matrix_lr=0.01, depth=2),
             lambda recipe, target, _text, sample: MedusaObjective(new_medusa(target, recipe.depth, sample), target),
-            "Medusa heads: {recipe.depth} residual blocks with output projections, on the last state",
-            "the target's output projection of a state that is estimated by least squares",
         ),
     )
 }

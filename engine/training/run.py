@@ -91,8 +91,6 @@ class Run:
     step: int = 0
     seconds: float = 0.0
     """Time spent on steps, including those before interruptions."""
-    cpu_seconds: float = 0.0
-    """Processor time spent on these steps; on a machine that also does other work it is less than `seconds`."""
     recent: list[float] = field(default_factory=list)
     """Tokens per step, estimated on the last batches."""
 
@@ -139,8 +137,7 @@ def resume(recipe: Recipe, target: Decoder, text: np.ndarray, work: Path) -> Run
         run.module.load_state_dict(state["module"])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        run.step, run.recent = state["step"], state["recent"]
-        run.seconds, run.cpu_seconds = state["seconds"], state["cpu_seconds"]
+        run.step, run.recent, run.seconds = state["step"], state["recent"], state["seconds"]
     return run
 
 
@@ -152,11 +149,10 @@ def train(run: Run, work: Path, *, until: int, progress: Callable[[Run], None]) 
     work.mkdir(parents=True, exist_ok=True)
     saved_at = time.monotonic()
     while run.step < until:
-        began, cpu_began = time.monotonic(), time.process_time()
+        began = time.monotonic()
         _step(run)
         run.step += 1
         run.seconds += time.monotonic() - began
-        run.cpu_seconds += time.process_time() - cpu_began
         progress(run)
         if time.monotonic() - saved_at > CHECKPOINT_EVERY_S or run.step == until:
             save(run, work)
@@ -170,7 +166,6 @@ def save(run: Run, work: Path) -> None:
         "fingerprint": run.fingerprint,
         "step": run.step,
         "seconds": run.seconds,
-        "cpu_seconds": run.cpu_seconds,
         "recent": run.recent,
         "module": run.module.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],

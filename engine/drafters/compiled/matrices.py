@@ -13,8 +13,6 @@ from ssd.kernels.jit import vectorized
 
 BLOCK = 512
 """Number of outputs of a block. Among sizes from 128 to 1024, it was the fastest or close to it with 1 and 16 rows."""
-LARGEST = 127
-"""Largest absolute value of a weight; without -128 the range is symmetric."""
 
 # Columns of a table of matrices: places in the arrays of weights and of floats, and sizes. A bias of -1: none.
 WEIGHTS, SCALES, BIAS, INPUTS, OUTPUTS = range(5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.drafters.compiled import layers
 from engine.drafters.compiled.layers import NO_NORM, Network
-from engine.drafters.compiled.matrices import COLUMNS, LARGEST, blocks_of
+from engine.drafters.compiled.matrices import COLUMNS, blocks_of
 from engine.drafters.draft_model import ModelHead
 from engine.models.decoder import Layer
 from engine.models.heads.eagle import EagleHead
@@ -20,7 +20,7 @@ from engine.models.heads.eagle3 import Eagle3Head
 from engine.models.heads.head import DraftHead
 from engine.models.heads.mtp import MtpHead
 from engine.models.layers import FeedForward, RMSNorm, SelfAttention
-from engine.models.packed import PackedLinear, QuantizedLinear
+from engine.models.packed import Int8Linear, PackedLinear, round_to_int8
 from engine.models.rope import Yarn
 from engine.scheduling.request import SamplingParams
 
@@ -55,8 +55,7 @@ def compile_head(head: DraftHead) -> Network | None:
     """Return a network that computes what an attached head does, with int8 weights; None if that is not supported.
 
     Experts, latent attention, adapters, models that are not float32 on a CPU, and more than `MAX_WEIGHTS` weights are
-    not supported; of quantized weights, int8 with one scale for each output is. Embeddings are shared with the head,
-    other weights are copied.
+    not supported. Embeddings are shared with the head, other weights are copied.
     """
     parts = _parts(head)
     if parts is None or not _is_supported(parts):
@@ -120,9 +119,8 @@ def _is_supported(parts: Parts) -> bool:
 
 def _shape(linear: nn.Module) -> tuple[int, ...] | None:
     """Return the shape of the weight of a linear layer, None if it cannot be read."""
-    if isinstance(linear, QuantizedLinear):
-        is_symmetric = linear.values.dtype == torch.int8 and linear.zeros is None and linear.scales.shape[1] == 1
-        return tuple(linear.values.shape) if is_symmetric else None
+    if isinstance(linear, Int8Linear):
+        return tuple(linear.values.shape)
     if isinstance(linear, PackedLinear):
         return tuple(linear.shape)
     return tuple(linear.weight.shape) if type(linear) is nn.Linear else None
@@ -130,17 +128,12 @@ def _shape(linear: nn.Module) -> tuple[int, ...] | None:
 
 def _rounded(linear: nn.Module) -> tuple[np.ndarray, np.ndarray]:
     """Return the weights of a linear layer, int8 [out, in], and their scales, float32 [out]."""
-    if isinstance(linear, QuantizedLinear):
-        return linear.values.numpy(), linear.scales[:, 0].float().numpy()
-    if isinstance(linear, PackedLinear):
-        return _round(linear.plain_weight().numpy())
-    assert isinstance(linear, nn.Linear)
-    return _round(linear.weight.detach().numpy())
-
-
-def _round(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scales = np.maximum(np.abs(weight).max(axis=1) / LARGEST, np.finfo(np.float32).tiny).astype(np.float32)
-    return np.rint(weight / scales[:, None]).astype(np.int8), scales
+    if isinstance(linear, Int8Linear):
+        return linear.values.numpy(), linear.scales[:, 0].numpy()
+    assert isinstance(linear, PackedLinear | nn.Linear)
+    weight = linear.plain_weight() if isinstance(linear, PackedLinear) else linear.weight.detach()
+    values, scales = round_to_int8(weight)
+    return values.numpy(), scales[:, 0].numpy()
 
 
 class _Writer:

@@ -252,10 +252,12 @@ def read_draft_ids(source: HeadFolder, target: ModelConfig, size: int) -> Tensor
     """
     if "d2t" not in source.names:
         return None
-    offsets = _integers(source, "d2t")
+    offsets = source.checkpoint.read("d2t")
+    if offsets.is_floating_point():
+        raise UserError(f"d2t in {source.folder} is stored as {offsets.dtype}, not as integers; {_RETRY}")
     if offsets.shape != (size,):
         raise UserError(f"d2t in {source.folder} has shape {tuple(offsets.shape)}, but needs {size} numbers; {_RETRY}")
-    ids = torch.arange(len(offsets)) + offsets
+    ids = torch.arange(size) + offsets
     outside = ((ids < 0) | (ids >= target.vocab_size)).nonzero()
     if len(outside):
         row = int(outside[0])
@@ -263,10 +265,10 @@ def read_draft_ids(source: HeadFolder, target: ModelConfig, size: int) -> Tensor
             f"d2t in {source.folder} maps row {row} to token {int(ids[row])}, but the target has tokens 0 to "
             f"{target.vocab_size - 1}; d2t must hold offsets from the row's number; give a head trained for this target"
         )
-    if len(ids.unique()) < len(ids):
+    if len(ids.unique()) < size:
         raise UserError(f"d2t in {source.folder} maps several rows to one token; {_RETRY}")
-    if "t2d" in source.names:
-        _check_marks(source, ids, target.vocab_size)
+    if "t2d" in source.names and not torch.equal(source.checkpoint.read("t2d") != 0, _marks(ids, target.vocab_size)):
+        raise UserError(f"d2t and t2d in {source.folder} name different tokens; {_RETRY}")
     return ids
 
 
@@ -276,21 +278,5 @@ def draft_ids(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     return {"d2t": ids - torch.arange(len(ids)), "t2d": _marks(ids, vocab_size)}
 
 
-def _check_marks(source: HeadFolder, ids: Tensor, vocab_size: int) -> None:
-    marks = _integers(source, "t2d") != 0
-    expected = _marks(ids, vocab_size)
-    if marks.shape != expected.shape or not torch.equal(marks, expected):
-        raise UserError(f"d2t and t2d in {source.folder} name different tokens; {_RETRY}")
-
-
 def _marks(ids: Tensor, vocab_size: int) -> Tensor:
-    marks = torch.zeros(vocab_size, dtype=torch.bool)
-    marks[ids] = True
-    return marks
-
-
-def _integers(source: HeadFolder, name: str) -> Tensor:
-    tensor = source.checkpoint.read(name)
-    if tensor.is_floating_point() or tensor.is_complex():
-        raise UserError(f"{name} in {source.folder} is stored as {tensor.dtype}, not as integers; {_RETRY}")
-    return tensor.to(torch.int64)
+    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,105 +28,63 @@ LARGEST_BATCHED = 32
 """Number of rows up to which a group runs in the batched product, which pads all groups to the largest one."""
 
 
-class BatchedRows(NamedTuple):
-    """Groups that run in one batched product."""
+class Group(NamedTuple):
+    """Rows of a step that run in one product: those of one adapter, or of several in a batched product."""
 
+    slots: int | slice
+    """Slots of the adapters."""
     gathered: Tensor
-    """int64 [adapters, M]: rows of each group; unused places have any row."""
+    """int64 [M], or [adapters, M]: rows of each adapter; unused places have any row."""
     rows: Tensor
-    """int64 [n]: rows of all groups."""
-    places: Tensor
+    """int64 [n]: rows of all adapters."""
+    places: Tensor | slice
     """int64 [n]: index of each row in the flattened `gathered`."""
 
 
-class OwnRows(NamedTuple):
-    """A group that runs in a product of its own."""
-
-    slot: int
-    gathered: Tensor
-    """int64 [M]: rows of the group; unused places at the end have any row."""
-    rows: Tensor
-    """int64 [n]."""
-
-
-class RowGroups(NamedTuple):
-    """The rows of a step that use an adapter."""
-
-    batched: BatchedRows | None
-    own: list[OwnRows]
-
-    @classmethod
-    def of(cls, slots: np.ndarray, device: torch.device) -> RowGroups:
-        """Group the rows of a step. slots: int64 [N], slot of each row's adapter; -1 for a row without one."""
-        groups = {slot: np.flatnonzero(slots == slot) for slot in np.unique(slots).tolist() if slot >= 0}
-        small = {slot: rows for slot, rows in groups.items() if len(rows) <= LARGEST_BATCHED}
-        # The batched product also runs for unused slots; in a product of its own, an adapter takes about twice as long.
-        if small and 2 * len(small) <= max(small) + 1:
-            small = {}
-        own = [
-            OwnRows(slot, on_device(_padded(rows, LEAST_ROWS), device), on_device(rows, device))
-            for slot, rows in groups.items()
-            if slot not in small
-        ]
-        return cls(_batched(small, device) if small else None, own)
-
-
-def _batched(groups: Mapping[int, np.ndarray], device: torch.device) -> BatchedRows:
-    width = max(LEAST_ROWS, *(len(rows) for rows in groups.values()))
-    gathered = np.zeros((max(groups) + 1, width), np.int64)
-    for slot, rows in groups.items():
-        gathered[slot] = _padded(rows, width)
-    places = np.concatenate([slot * width + np.arange(len(rows)) for slot, rows in groups.items()])
-    return BatchedRows(*(on_device(each, device) for each in (gathered, np.concatenate([*groups.values()]), places)))
+def group_rows(slots: np.ndarray, device: torch.device) -> list[Group]:
+    """Group the rows of a step that use an adapter. slots: int64 [N], slot of each row's adapter; -1 for none."""
+    own = {slot: np.flatnonzero(slots == slot) for slot in np.unique(slots).tolist() if slot >= 0}
+    small = {slot: rows for slot, rows in own.items() if len(rows) <= LARGEST_BATCHED}
+    # The batched product also runs for unused slots; in a product of its own, an adapter takes about twice as long.
+    if small and 2 * len(small) <= max(small) + 1:
+        small = {}
+    groups = [
+        Group(slot, on_device(_padded(rows, LEAST_ROWS), device), on_device(rows, device), slice(len(rows)))
+        for slot, rows in own.items()
+        if slot not in small
+    ]
+    if small:
+        width = max(LEAST_ROWS, *(len(rows) for rows in small.values()))
+        gathered = np.zeros((max(small) + 1, width), np.int64)
+        for slot, rows in small.items():
+            gathered[slot] = _padded(rows, width)
+        places = np.concatenate([slot * width + np.arange(len(rows)) for slot, rows in small.items()])
+        arrays = (on_device(each, device) for each in (gathered, np.concatenate([*small.values()]), places))
+        groups.append(Group(slice(len(gathered)), *arrays))
+    return groups
 
 
 def _padded(rows: np.ndarray, least: int) -> np.ndarray:
     return np.concatenate((rows, np.zeros(max(0, least - len(rows)), np.int64)))
 
 
-class StepRows:
-    """The groups of the step that runs now, shared by all layers of a decoder."""
-
-    def __init__(self) -> None:
-        self.groups: RowGroups | None = None
-
-    @contextmanager
-    def set_to(self, groups: RowGroups | None) -> Iterator[None]:
-        """Apply `groups` to forward passes in this context."""
-        self.groups = groups
-        try:
-            yield
-        finally:
-            self.groups = None
-
-
-class Part(NamedTuple):
-    """Module of the checkpoint that is a part of a linear layer."""
-
-    rows: int
-    """Number of its outputs."""
-    rank: int
-    """Largest rank among the adapters; 0 if none changes it."""
-
-
 class LoraLinear(nn.Module):
     """A linear layer with room for the updates of several adapters."""
 
-    def __init__(
-        self, base: nn.Module, inputs: int, parts: Mapping[str, Part], slots: int, like: Tensor, step: StepRows
-    ) -> None:
-        """base: the layer without adapters. parts: the modules that it concatenates, by name.
+    def __init__(self, base: nn.Module, places: Mapping[str, Place], pool: AdapterPool, like: Tensor) -> None:
+        """base: the layer without adapters. places: the modules that it concatenates, by name.
 
         like: a tensor of the dtype and device of the updates.
         """
         super().__init__()
         self.base = base
-        self._step = step
-        self._names = list(parts)
-        ranks = [part.rank for part in parts.values()]
+        self._pool = pool
+        self._names = list(places)
+        ranks = [pool.ranks[name] for name in places]
+        slots, inputs = len(pool.names), next(iter(places.values())).inputs
         self._down = like.new_zeros(slots, inputs, sum(ranks))
         """[slots, inputs, ranks of all parts]; zero beyond an adapter's own ranks."""
-        self._up = [like.new_zeros(slots, rank, rows) for rows, rank in parts.values()]
+        self._up = [like.new_zeros(slots, rank, each.rows) for rank, each in zip(ranks, places.values(), strict=True)]
         """[slots, rank, rows] of each part: a block-diagonal matrix for the whole layer would be mostly zeros."""
         ends = np.cumsum(ranks).tolist()
         self._columns = [slice(end - rank, end) for end, rank in zip(ends, ranks, strict=True)]
@@ -144,25 +102,12 @@ class LoraLinear(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [N, inputs] to [N, outputs]."""
         out: Tensor = self.base(hidden)
-        groups = self._step.groups
-        if groups is None:
-            return out
-        if groups.batched is not None:
-            gathered, rows, places = groups.batched
-            update = self._update(hidden[gathered], slice(len(gathered)))
-            out.index_add_(0, rows, update.flatten(0, 1)[places])
-        for slot, gathered, rows in groups.own:
-            out.index_add_(0, rows, self._update(hidden[gathered], slot)[: len(rows)])
+        for slots, gathered, rows, places in self._pool.groups:
+            inner = hidden[gathered] @ self._down[slots]
+            parts = [inner[..., columns] @ up[slots] for columns, up in zip(self._columns, self._up, strict=True)]
+            update = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            out.index_add_(0, rows, update.view(-1, out.shape[1])[places])
         return out
-
-    def _update(self, hidden: Tensor, slots: int | slice) -> Tensor:
-        """Return the updates of one adapter, [M, outputs], or of several, [adapters, M, outputs].
-
-        hidden: [M, inputs] or [adapters, M, inputs].
-        """
-        inner = hidden @ self._down[slots]
-        parts = [inner[..., columns] @ up[slots] for columns, up in zip(self._columns, self._up, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 class AdapterPool:
@@ -173,10 +118,15 @@ class AdapterPool:
 
         adapters: as returned by `check_adapters`. Raises UserError for values that are not finite.
         """
-        self._step = StepRows()
+        self.groups: list[Group] = []
+        """Rows of the step that runs now."""
+        self.ranks: Counter[str] = Counter()
+        """Largest rank of each module among the adapters."""
         self._device = model.embedding.weight.device
         self._slots = {name: slot for slot, name in enumerate(adapters)}
-        layers = _attach(model, adapters, self._step)
+        for adapter in adapters.values():
+            self.ranks |= Counter({module: rank for module, (_, rank, _) in adapter.modules.items()})
+        layers = self._attach(model, next(iter(adapters.values())).places)
         for name, adapter in adapters.items():
             try:
                 updates = adapter.read()
@@ -185,37 +135,30 @@ class AdapterPool:
             for layer in layers:
                 layer.store(self._slots[name], updates)
 
+    def _attach(self, model: Decoder, places: Mapping[str, Place]) -> list[LoraLinear]:
+        """Replace the linear layers of `model` that an adapter changes, and return the new ones."""
+        layers: dict[str, dict[str, Place]] = {}
+        for module, place in places.items():
+            layers.setdefault(place.layer, {})[module] = place
+        attached = []
+        for name, own in layers.items():
+            if any(self.ranks[module] for module in own):
+                attached.append(LoraLinear(model.get_submodule(name), own, self, model.embedding.weight.detach()))
+                model.set_submodule(name, attached[-1])
+        return attached
+
     @property
     def names(self) -> Collection[str]:
         """Names that requests may choose."""
         return self._slots.keys()
 
-    def applied_to(self, batch: Batch) -> AbstractContextManager[None]:
-        """Return a context in which the model runs a batch, each sequence with its adapter."""
-        if not any(batch.adapters):
-            return self._step.set_to(None)
-        slots = [-1 if name is None else self._slots[name] for name in batch.adapters]
-        rows = np.repeat(slots, batch.lengths)
-        return self._step.set_to(RowGroups.of(rows, self._device))
-
-
-def _attach(model: Decoder, adapters: Mapping[str, Adapter], step: StepRows) -> list[LoraLinear]:
-    """Replace the linear layers of `model` that an adapter changes, and return the new ones."""
-    ranks: Counter[str] = Counter()
-    places: Mapping[str, Place] = {}
-    for adapter in adapters.values():
-        ranks |= Counter({module: rank for module, (_, rank, _) in adapter.modules.items()})
-        places = adapter.places
-    layers: dict[str, dict[str, Part]] = {}
-    for module, place in places.items():
-        layers.setdefault(place.layer, {})[module] = Part(place.rows, ranks[module])
-    attached = []
-    for name, parts in layers.items():
-        if any(part.rank for part in parts.values()):
-            inputs = places[next(iter(parts))].inputs
-            base, like = model.get_submodule(name), model.embedding.weight.detach()
-            layer = LoraLinear(base, inputs, parts, len(adapters), like, step)
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, layer)
-            attached.append(layer)
-    return attached
+    @contextmanager
+    def applied_to(self, batch: Batch) -> Iterator[None]:
+        """Run a batch in this context, each sequence with its adapter."""
+        if any(batch.adapters):
+            slots = [-1 if name is None else self._slots[name] for name in batch.adapters]
+            self.groups = group_rows(np.repeat(slots, batch.lengths), self._device)
+        try:
+            yield
+        finally:
+            self.groups = []

@@ -14,7 +14,6 @@ from engine.models import latent_attention
 from engine.models.config import LatentConfig
 from engine.models.latent_attention import Expansion
 from engine.models.loader import load_model
-from engine.models.packed import pack
 from engine.speculation.draft_tree import DraftTree
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.executor.kernels.test_sample import Memory
@@ -29,15 +28,6 @@ TEXT = np.random.default_rng(0).integers(1, VOCAB, 400).astype(np.uint32)
 @pytest.fixture(scope="module")
 def reference(model):
     return prompt_logits(model, TEXT)
-
-
-@pytest.fixture
-def threads(request):
-    """Set PyTorch's number of threads; other tests use one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def close(left, right):
@@ -77,21 +67,6 @@ def test_sequences_of_a_batch_are_independent(model, reference):
     for index, length in enumerate(lengths):
         own = logits[batch.logit_offsets[index] : batch.logit_offsets[index + 1]]
         assert close(own, reference[length - 1 : length + index % 3])
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
-@pytest.mark.parametrize("threads", [1, 2], indirect=True)
-@pytest.mark.usefixtures("threads")
-def test_rounding_does_not_depend_on_the_step(model_folder):
-    """With packed weights, logits are bitwise equal, independent of the step's content."""
-    model = pack(load_model(model_folder))
-    sequence = sequence_of(TEXT[:250], range(32), draft=TEXT[250:260])
-    within_draft = new_runner(model, 32).forward(batch_of([sequence], PAGE_SIZE))
-    runner = new_runner(model, 32)
-    for length in range(250, 261):
-        computed = 0 if length == 250 else length - 1
-        alone = runner.forward(batch_of([sequence_of(TEXT[:length], range(32), computed=computed)], PAGE_SIZE))
-        assert torch.equal(alone[0], within_draft[length - 250])
 
 
 def test_slots_before_the_first_are_not_attended_to(model):

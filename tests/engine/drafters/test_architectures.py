@@ -19,7 +19,6 @@ from ssd.baselines.none import NoDrafter
 from tests.engine.conftest import make_folder
 from tests.engine.drafters.heads import make_head
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
-from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK
 from tests.engine.test_core import outputs, requests
 
@@ -28,8 +27,6 @@ ARCHITECTURES = {
     "qwen3_moe": {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
     "deepseek_v2": {"family": "deepseek_v2", **DEEPSEEK, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {"family": "deepseek_v3", **DEEPSEEK, "first_k_dense_replace": 1},
-    "llama, int8": {},
-    "mixtral, int8": {"family": "mixtral", "num_local_experts": 4},
 }
 WITH_WEIGHTS = [name for name, kind in KINDS.items() if kind.runs_model]
 REQUESTS = requests(5, max_tokens=24)
@@ -40,8 +37,6 @@ def target(request, tmp_path_factory):
     """A model that is not packed, and its outputs without drafts."""
     folder = tmp_path_factory.mktemp("architectures") / request.param
     make_folder(folder, **ARCHITECTURES[request.param])
-    if "int8" in request.param:
-        quantize_folder(folder, FORMATS["int8, channels"])
     model = load_model(folder)
     return model, outputs(build_engine(pack(deepcopy(model)), config_for("path"), NoDrafter()), REQUESTS)
 

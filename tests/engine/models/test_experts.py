@@ -7,7 +7,7 @@ from engine.models.config import ExpertsConfig
 from engine.models.experts import Experts, MixtureOfExperts, Routes, group_by_expert, route
 from engine.models.layers import PLAIN
 from engine.models.loader import load_model
-from engine.models.packed import pack_linears, replace_linears, rounded_to_int8
+from engine.models.packed import Int8Linear, pack_linears, replace_linears
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 
@@ -80,7 +80,7 @@ def test_quantized_experts_are_close():
     hidden = torch.randn(20, HIDDEN)
     routes = layer.router(hidden)
     exact = layer.experts(hidden, routes, PLAIN)
-    replace_linears(layer.experts, rounded_to_int8)
+    replace_linears(layer.experts, Int8Linear)
     quantized = layer.experts(hidden, routes, PLAIN)
     assert torch.cosine_similarity(quantized, exact, dim=-1).min() > 0.999
 

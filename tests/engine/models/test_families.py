@@ -67,6 +67,15 @@ def test_every_family_has_a_shape():
     assert tested == {family.model_type for family in SUPPORTED.values()}
 
 
+@pytest.fixture
+def threads(request):
+    """Set PyTorch's number of threads; other tests use one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 def transformers_logits(model, tokens=TOKENS):
     with torch.inference_mode():
         return model(tokens[None]).logits[0].float()
@@ -90,6 +99,7 @@ def test_transformers_loads_a_saved_model(case, tmp_path):
     model = load_model(folder)
     save_model(model, tmp_path, read_json(folder / "config.json"), dtype=torch.float32)
     assert load_config(tmp_path) == model.config
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
     if model.config.experts is None and model.config.latent is None:
         assert config_from_hf(config_to_hf(model.config, "float32")) == model.config
     found = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path))
@@ -110,9 +120,12 @@ def test_bfloat16_logits_have_the_same_direction(tmp_path, shape):
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
 @pytest.mark.parametrize("family", ["llama with biases", "qwen 2.5", "qwen 3, yarn", "mixtral", "qwen 3, experts"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "threads"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)], indirect=["threads"], ids=str
+)
+@pytest.mark.usefixtures("threads")
 def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype):
-    """With biases and normalized heads, a token's logits are bitwise equal alone and within a draft."""
+    """With packed weights, a token's logits are bitwise equal alone and within a draft."""
     make_folder(tmp_path, vary=0.3, **FAMILIES[family])
     model = pack(load_model(tmp_path, dtype=dtype))
 

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.folders import read_json
-from engine.models.loader import check_draft_model, load_config, load_draft_model, load_model, save_model
+from engine.models.loader import check_draft_model, load_config, load_draft_model, load_model
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.damage import config, cut, removed, set_to, tensor, written
-from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK
 
 
@@ -29,16 +27,6 @@ def test_end_tokens_of_the_generation_config_are_added(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
     assert load_config(tmp_path).eos_token_ids == (0, 7)
-
-
-def test_a_saved_model_loads_unchanged(tmp_path, model, model_folder):
-    save_model(model, tmp_path, read_json(model_folder / "config.json"), dtype=torch.float32)
-    again = load_model(tmp_path)
-    assert again.config == model.config
-    for (name, left), (_, right) in zip(model.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(left, right), name
-    weights, config = (tmp_path / name for name in ("model.safetensors", "config.json"))
-    assert weights.stat().st_mode == config.stat().st_mode
 
 
 DEEPSEEK_V3 = {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "routed_scaling_factor": 1.0}
@@ -55,10 +43,10 @@ DAMAGES = [
     (config(architectures={}), "none"),
     (config(hidden_size=None), "hidden_size"),
     (config(num_hidden_layers="two"), "invalid field: .*two"),
-    (config(num_attention_heads=0), "num_heads must be at least 1"),
+    (config(num_attention_heads=0), "num_heads must be from 1 to"),
     (config(num_key_value_heads=3), "cannot share 3"),
-    (config(hidden_size=-1), "hidden_size must be at least 1"),
-    (config(hidden_size=10**30), "hidden_size must be less than"),
+    (config(hidden_size=-1), "hidden_size must be from 1 to"),
+    (config(hidden_size=10**30), "hidden_size must be from 1 to"),
     (config(eos_token_id=VOCAB), "end token 300"),
     (config(eos_token_id=[1, -1]), "end token -1"),
     (config(eos_token_id="</s>"), "invalid field: .*</s>"),
@@ -108,18 +96,13 @@ def test_an_invalid_folder_is_refused_with_a_reason(tmp_path, model_folder, harm
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(torch.nn.Module, "load_state_dict"), (torch, "cat")], ids=["float", "int8"]
-)
-def test_a_model_too_large_for_the_memory_is_refused(tmp_path, model_folder, monkeypatch, owner, name):
+def test_a_model_too_large_for_the_memory_is_refused(model_folder, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    quantize_folder(folder, FORMATS["int8, channels"])
-    monkeypatch.setattr(owner, name, refuse)
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", refuse)
     with pytest.raises(UserError, match="do not fit into the memory of 'cpu'; load the model as bfloat16"):
-        load_model(folder)
+        load_model(model_folder)
 
 
 def test_a_missing_shard_is_named(tmp_path):

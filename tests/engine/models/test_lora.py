@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from engine.attention.plain import PlainAttention
 from engine.executor.runner import Runner
@@ -18,7 +17,6 @@ from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.damage import edit_json, removed, tensor, written
 from tests.engine.lora_folders import KINDS, LATENT_KINDS, merged_model, write_adapter
-from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK, QWEN3_EXPERTS
 from tests.engine.steps import Entry, batch_of
 from tests.engine.tables import give_pages
@@ -117,22 +115,6 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(folders):
     for index in range(3):
         assert torch.equal(run(model, [plans[index]], pool)[0], together[index])
     assert torch.equal(alone[1], together[1])
-
-
-@pytest.mark.parametrize("form", ["int8, channels", "fp8, blocks"])
-def test_adapters_change_a_model_with_quantized_weights(tmp_path, form):
-    folder, whole = tmp_path / "quantized", tmp_path / "whole"
-    for made in (folder, whole):
-        made.mkdir()
-        make_folder(made, vary=0.1)
-    save_file(quantize_folder(folder, FORMATS[form]), whole / "model.safetensors")
-    updates = write_adapter(folder / "all", folder, rank=4)
-    model = pack(load_model(folder))
-    pool = pool_of(model, folder, ["all"])
-    plans = entries([5, 1, 3], ["all", None, "all"])
-    logits = run(model, plans, pool)
-    for index, merged in enumerate((merged_model(whole, updates), load_model(whole))):
-        torch.testing.assert_close(logits[index : index + 1], run(merged, [plans[index]]), rtol=1e-4, atol=1e-4)
 
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj"

@@ -86,29 +86,19 @@ def test_planted_faults_are_caught(fault, monkeypatch):
     assert not fits_softmax(sampled_tokens_of(LOGITS, temperature, COUNT, seed_of=seed_of), LOGITS, 1.0)
 
 
-def test_neighboring_seeds_and_positions_are_independent():
-    for shift in ({"seed_of": lambda index: index + 1}, {"position_of": lambda _: 8}):
-        left, right = sampled_tokens_of(LOGITS, 1.0, COUNT), sampled_tokens_of(LOGITS, 1.0, COUNT, **shift)
-        probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
-        expected = np.outer(probabilities, probabilities).ravel() * COUNT
-        assert chisquare(np.bincount(left * 5 + right, minlength=25), expected).pvalue > 1e-6
+SAMPLES = [{"seed_of": lambda seed, index=index: sample_seed(seed, index)} for index in (1, 2)]
 
 
-def test_noise_does_not_depend_on_the_batch():
-    seeds, positions = torch.tensor([5, 9, 5]), torch.tensor([1, 1, 2])
-    together = gumbel_noise(seeds, positions, 50)
-    for index in range(3):
-        assert torch.equal(together[index], gumbel_noise(seeds[index : index + 1], positions[index : index + 1], 50)[0])
-    assert torch.isfinite(together).all()
-
-
-def test_greedy_and_sampled_rows_share_a_batch():
-    logits = torch.tensor([LOGITS] * 3)
-    temperatures = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
-    mixed = sample_tokens(logits, temperatures, torch.tensor([1, 1, 1]), torch.tensor([4, 4, 5]))
-    alone = sample_tokens(logits[:1], temperatures[1:2], torch.tensor([1]), torch.tensor([4]))
-    assert mixed[[0, 2]].tolist() == [2, 2]
-    assert mixed[1] == alone[0]
+@pytest.mark.parametrize(
+    "pair",
+    [({}, {"seed_of": lambda index: index + 1}), ({}, {"position_of": lambda _: 8}), SAMPLES],
+    ids=["seeds", "positions", "samples of a request"],
+)
+def test_neighboring_seeds_positions_and_samples_are_independent(pair):
+    left, right = (sampled_tokens_of(LOGITS, 1.0, COUNT, **each) for each in pair)
+    probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
+    expected = np.outer(probabilities, probabilities).ravel() * COUNT
+    assert chisquare(np.bincount(left * 5 + right, minlength=25), expected).pvalue > 1e-6
 
 
 def test_mixing_is_splitmix64():
@@ -131,14 +121,6 @@ def test_samples_of_a_request_have_different_seeds():
     assert len(set(seeds.values())) == len(seeds)
     for seed in seeds.values():
         SamplingParams(seed=seed)
-
-
-def test_samples_of_a_request_are_independent():
-    count = 10_000
-    left, right = (sampled_tokens_of(LOGITS, 1.0, count, seed_of=lambda s, i=i: sample_seed(s, i)) for i in (1, 2))
-    probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
-    expected = np.outer(probabilities, probabilities).ravel() * count
-    assert chisquare(np.bincount(left * 5 + right, minlength=25), expected).pvalue > 1e-6
 
 
 @pytest.mark.parametrize("seed", [0, 5, -9, (1 << 63) - 1, -(1 << 63)])

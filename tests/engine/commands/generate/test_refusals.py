@@ -130,9 +130,6 @@ def test_quantized_weights_run_with_a_warning_or_are_refused(run, tmp_path):
     code, _, err = run(*arguments, "--drafter", "none")
     assert code == 0
     assert "warning: config.json requires activations in fp8, which" in err
-    code, _, err = run(*arguments, "--drafter", "self-int8")
-    assert code == 2
-    assert err.startswith("error: --drafter self-int8 rounds the weights of the target, but those of")
     edit_json(tmp_path / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     code, _, err = run(*arguments)
     assert code == 2
