@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
-from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.chain import VOCAB, answer, chain_engine
-from tests.engine.drafters.toy import ToyDrafter
+from tests.engine.drafters.networks import new_drafter
 from tests.engine.steps import AllTokens, each_of
 from tests.engine.trees import ScriptedDrafter
 
@@ -141,7 +139,7 @@ def test_distributions_of_sampled_drafts_belong_to_their_requests(model, verific
     )
 
     def outputs(requests, *, has_drafter=True):
-        drafter = ToyDrafter(DrafterConfig(), TargetInfo.from_model(model, config)) if has_drafter else NoDrafter()
+        drafter = new_drafter("mtp", model, config) if has_drafter else NoDrafter()
         completions = build_engine(model, config, drafter).generate(requests)
         for request, completion in zip(requests, completions, strict=True):
             assert (completion.drafted > 0) is (has_drafter and request.is_drafted)
