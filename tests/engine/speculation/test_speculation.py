@@ -9,7 +9,6 @@ from engine.config import EngineConfig
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
-from ssd.errors import UserError
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.drafters.networks import new_drafter
 from tests.engine.steps import AllTokens, each_of
@@ -109,16 +108,6 @@ def test_steps_in_which_drafting_does_not_pay_are_reported():
         == sum(drafting) - sum(each.is_backing_off for each in reports)
         > 3
     )
-
-
-def test_drafters_that_are_not_loaded_are_refused_when_a_request_is_added():
-    [request] = asked_for({"drafters": frozenset("ac")})
-    engine = chain_engine(CONFIG, 60, NoDrafter(), drafters=("a", "b"))
-    with pytest.raises(UserError, match="'c' is not loaded"):
-        engine.add(request)
-    with pytest.raises(UserError, match="max_draft must be 0 to 4, not 5"):
-        engine.add(replace(request, drafters=None, max_draft=5))
-    assert not engine.scheduler.has_work
 
 
 @pytest.mark.parametrize("verification", ["exact", "rejection"])
