@@ -261,8 +261,7 @@ class Growth:
         """Run candidates of the last depth, int64 [n], by sequence; they become the frontier."""
         pool = self.pool.nodes
         owner = pool.owner[nodes]
-        begin = self._forward.begin_on_target if self._head.shares_target_cache else self._forward.begin
-        rows = begin(self._spans(owner, nodes))
+        rows = self._forward.begin(self._spans(owner, nodes), on_target=self._head.shares_target_cache)
         device = self._forward.device
         states = self._frontier.states[on_device(self.pool.row[nodes], device)]
         tokens = on_device(pool.token[nodes], device)

@@ -31,14 +31,14 @@ Verification
 the position; a draft token is accepted if it is that token. A drafter that samples uses the same noise, so that its
 tokens are the target's wherever the two distributions agree (Gumbel coupling). `q` is not used.
 
-`rejection`: a token x that was sampled from `q` is accepted with probability min(1, p(x) / q(x)), otherwise p is
-replaced with the normalized residual max(p - q, 0). A token without a row of `q` is a deterministic candidate, as if q
-were one-hot. Siblings are tried in the order in which they occur in the draft, and must be sampled without replacement.
+`rejection`: a token x that was sampled from `q` is accepted with probability min(1, p(x) / q(x)), otherwise the
+target's token is sampled from the normalized residual max(p - q, 0). A token without a row of `q` is a deterministic
+candidate, as if q were one-hot. A draft with sampled tokens must be a path; trees are verified as in exact mode.
 A drafter samples with `engine.sampling.draft_sampler.draft_seeds`, whose noise is independent of the target's and of
 that of the sequence's earlier drafts. Outputs follow the target's distribution only if the decision to propose a
-sampled token depends solely on its prefix, its earlier siblings and earlier drafts, never on the token itself or its
-probability. For the same reason the engine ignores the `accept_prob` of such drafts: it verifies all tokens up to a
-depth that it chooses from past acceptance rates.
+sampled token depends solely on its prefix and earlier drafts, never on the token itself or its probability. For the
+same reason the engine ignores the `accept_prob` of such drafts: it verifies all tokens up to a depth that it chooses
+from past acceptance rates.
 
 `engine.sampling.draft_sampler` samples for both modes, with the temperature, penalties and truncation of each request.
 

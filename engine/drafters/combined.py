@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
@@ -53,21 +53,16 @@ class Component:
         return drafters is None or self.kind in drafters
 
 
-@dataclass
 class Merged:
     """The merged tree of one sequence, until its results are known."""
 
-    tree: Tree
-    sources: np.ndarray
-    """uint8 [room]: source of each node, that of the first drafter that proposed it."""
-    found: Evaluation | None = None
-    ranked: np.ndarray = field(default_factory=lambda: NO_ROWS)
-    """int64 [n]: nodes of the best draft according to `found`, parents before their children."""
-
-    @classmethod
-    def empty(cls, room: int, drafters: int) -> Merged:
-        """Return a tree without nodes."""
-        return cls(Tree.empty(room, drafters), np.zeros(room, np.uint8))
+    def __init__(self, drafters: int) -> None:
+        self.tree = Tree.empty(ROOM, drafters)
+        self.sources = np.zeros(ROOM, np.uint8)
+        """uint8 [ROOM]: source of each node, that of the first drafter that proposed it."""
+        self.found: Evaluation | None = None
+        self.ranked = NO_ROWS
+        """int64 [n]: nodes of the best draft according to `found`, parents before their children."""
 
     def add(self, batch: DraftBatch, index: int, number: int, below: int = ROOT) -> None:
         """Add draft `index` of a batch, by the drafter `number`, below a node."""
@@ -147,7 +142,7 @@ class CombinedDrafter(Drafter):
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        merged = [Merged.empty(ROOM, len(self.parts)) for _ in plan.producing]
+        merged = [Merged(len(self.parts)) for _ in plan.producing]
         own = [Drafts.empty(plan.producers)] * len(self.parts)
 
         def draft(numbers: list[int]) -> None:

@@ -58,12 +58,12 @@ class DraftForward:
         self.page_size = pages.page_size
         self._pages = pages
         self._own = own
-        self._target = target
+        self.target = target
 
     @property
     def runs_tree_parts(self) -> bool:
         """Whether spans may begin within a draft tree."""
-        return self._target.runs_tree_parts
+        return self.target.runs_tree_parts
 
     @property
     def own(self) -> Attention:
@@ -71,30 +71,20 @@ class DraftForward:
         assert len(self._own) == 1, "the drafter declared one group of layers"
         return self._own[0]
 
-    @property
-    def target(self) -> Attention:
-        """Attention of the target's layers."""
-        return self._target
-
     def part(self, groups: slice) -> DraftForward:
         """Return access to some of the groups of layers, for one of several combined drafters."""
-        return DraftForward(self._own[groups], self._target, self._pages, self.device, self.ops)
-
-    def begin(self, spans: SequenceOf[DraftSpan]) -> DraftRows:
-        """Prepare a batch of spans on the drafter's layers. Each row attends to itself and to all earlier slots of its
-        sequence, or in a tree to its ancestors.
-        """
-        return self._begin(self.own, spans)
+        return DraftForward(self._own[groups], self.target, self._pages, self.device, self.ops)
 
     def fixed(self, shape: StepShape) -> FixedAttention:
         """Return attention over the drafter's layers for steps of one shape, see `Attention.fixed`."""
         return self.own.fixed(shape)
 
-    def begin_on_target(self, spans: SequenceOf[DraftSpan]) -> DraftRows:
-        """Prepare a batch of spans on the target's layers, whose keys and values the target's next step overwrites."""
-        return self._begin(self._target, spans)
-
-    def _begin(self, attention: Attention, spans: SequenceOf[DraftSpan]) -> DraftRows:
+    def begin(self, spans: SequenceOf[DraftSpan], *, on_target: bool = False) -> DraftRows:
+        """Prepare a batch of spans on the drafter's layers, or on the target's, whose keys and values the target's next
+        step overwrites. Each row attends to itself and to all earlier slots of its sequence, or in a tree to its
+        ancestors.
+        """
+        attention = self.target if on_target else self.own
         lengths = np.array([span.length for span in spans])
         starts, computed = offsets(lengths), np.array([span.start for span in spans])
         pages = np.zeros((len(spans), int((computed + lengths - 1).max()) // self.page_size + 1), np.int32)

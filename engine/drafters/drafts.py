@@ -79,19 +79,6 @@ class Drafts:
         extra = None if self.extra is None else self.extra.scatter(indices, count)
         return replace(self, batch=self.batch.scatter(indices, count), extra=extra)
 
-    def where(self, wanted: np.ndarray) -> Drafts:
-        """Return the drafts with some of their tokens, bool [T]. With a token, its parent must be wanted."""
-        batch = self.batch
-        before = np.append(0, np.cumsum(wanted))
-        starts = batch.offsets[:-1].astype(np.int64)
-        owner, parents, places = self.owner[wanted], batch.parents[wanted], before[starts]
-        kept = replace(
-            batch, tokens=batch.tokens[wanted], accept_prob=batch.accept_prob[wanted], source=batch.source[wanted],
-            parents=np.where(parents < 0, parents, before[starts[owner] + parents] - places[owner]).astype(np.int32),
-            offsets=before[batch.offsets].astype(np.uint32),
-        )  # fmt: skip
-        return replace(self._at(wanted), batch=kept)
-
     def replaced(self, indices: np.ndarray, others: Drafts) -> Drafts:
         """Return the drafts with those of some sequences, int64 [n], replaced by deterministic ones."""
         order = np.arange(len(self.batch))

@@ -182,7 +182,10 @@ def _check_distributions(drafts: Drafts, q_rows: np.ndarray, vocab_size: int) ->
         count = len(drafts.q)
     if ((q_rows < DETERMINISTIC) | (q_rows >= count)).any():
         raise DraftsError(f"q_rows refers to rows beyond the {count} of q")
-    _check_siblings(drafts.batch, q_rows)
+    places = np.arange(len(q_rows)) - drafts.batch.offsets[:-1].astype(np.int64)[drafts.owner]
+    branches = drafts.owner[drafts.batch.parents != places - 1]
+    if np.isin(branches, drafts.owner[q_rows != DETERMINISTIC]).any():
+        raise DraftsError("a draft with tokens that were sampled from q is not a path")
 
 
 def _check_q(q: Tensor, vocab_size: int) -> None:
@@ -198,18 +201,3 @@ def _check_q(q: Tensor, vocab_size: int) -> None:
     # NaN fails both comparisons.
     if not bool(((q.sum(dim=1) - 1).abs() <= Q_TOLERANCE).all() & (q >= 0).all()):
         raise DraftsError("a row of q is not a probability distribution")
-
-
-def _check_siblings(batch: DraftBatch, q_rows: np.ndarray) -> None:
-    """Raise DraftsError unless sampled siblings are different tokens from the same row of `q`."""
-    bounds = batch.offsets.astype(np.int64)
-    lengths = bounds[1:] - bounds[:-1]
-    sampled = np.flatnonzero(q_rows != DETERMINISTIC)
-    draft = np.arange(len(lengths)).repeat(lengths)[sampled]
-    columns = np.stack((draft, batch.parents[sampled], q_rows[sampled], batch.tokens[sampled].astype(np.int64)))
-    before, after = (columns[:, np.lexsort(columns[::-1])][:, part] for part in (slice(None, -1), slice(1, None)))
-    are_siblings = (before[:2] == after[:2]).all(axis=0)
-    if (are_siblings & (before[2] != after[2])).any():
-        raise DraftsError("siblings were sampled from different rows of q")
-    if (are_siblings & (before[3] == after[3])).any():
-        raise DraftsError("siblings are the same token")

@@ -20,7 +20,7 @@ from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.table import KIND, SAMPLED
 from ssd.acceptance import EDGES, AcceptanceTable
-from ssd.kernels.jit import Bool, FloatRows, FloatsOut, Int, LongRows, Longs, fields_of, kernel
+from ssd.kernels.jit import Bool, FloatRows, FloatsOut, Int, Ints, LongRows, Longs, TokensOut, fields_of, kernel
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 SUCCESSORS = 8
@@ -40,26 +40,6 @@ class Successors(NamedTuple):
     """float32 [V, k]: the share of each among them."""
 
 
-class GrownTrees(NamedTuple):
-    """Drafts of B sequences, T tokens in total, as in `DraftBatch`."""
-
-    tokens: np.ndarray
-    """int64 [at least T]."""
-    parents: np.ndarray
-    """int64 [at least T]."""
-    accept_prob: np.ndarray
-    """float32 [at least T]."""
-    lengths: np.ndarray
-    """int64 [B]."""
-
-    @classmethod
-    def empty(cls, rooms: np.ndarray) -> GrownTrees:
-        """Return arrays for drafts of at most `rooms` tokens, int64 [B]."""
-        size = int(rooms.sum())
-        tokens, parents = np.empty((2, size), np.int64)
-        return cls(tokens, parents, np.empty(size, np.float32), np.empty(len(rooms), np.int64))
-
-
 class RecycleDrafter(Drafter):
     """Drafts trees from one table of successors that all sequences share."""
 
@@ -75,14 +55,12 @@ class RecycleDrafter(Drafter):
         """See `Drafter.propose`."""
         last, rooms = np.array([sequence.tokens[-1] for sequence in plan.producing], np.int64), plan.rooms
         is_sampled = (plan.table.state[plan.rows, KIND] & SAMPLED != 0).astype(np.int64)
-        grown = GrownTrees.empty(rooms)
-        total = grow_trees(
-            last, rooms, is_sampled, self._table, EDGES.astype(np.float32), self._acceptance.rates, not self._has_trees,
-            grown,
-        )  # fmt: skip
+        edges, rates = EDGES.astype(np.float32), self._acceptance.rates
+        nodes = tokens, parents, accept_prob, lengths = room_for(rooms)
+        total = grow_trees(last, rooms, is_sampled, self._table, edges, rates, not self._has_trees, *nodes)
         source = np.full(total, DraftSource.RECYCLE, np.uint8)
-        tokens, parents = grown.tokens[:total].astype(np.uint32), grown.parents[:total].astype(np.int32)
-        return Drafts(DraftBatch(tokens, parents, grown.accept_prob[:total], source, offsets_of(grown.lengths)))
+        batch = DraftBatch(tokens[:total], parents[:total], accept_prob[:total], source, offsets_of(lengths))
+        return Drafts(batch)
 
     def observe(self, result: StepResult) -> None:
         """Learn which successors were the target's tokens, then the successors of all verified tokens.
@@ -133,10 +111,18 @@ class RecycleDrafter(Drafter):
         self._table.tokens[learned], self._table.scores[learned] = top_tokens[order], scores[order]
 
 
-SUCCESSORS_OF, GROWN = fields_of(Successors, LongRows, FloatRows), fields_of(GrownTrees, Longs, Longs, FloatsOut, Longs)
+def room_for(rooms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return arrays for what `grow_trees` writes."""
+    size = int(rooms.sum())
+    return np.empty(size, np.uint32), np.empty(size, np.int32), np.empty(size, np.float32), np.empty_like(rooms)
 
 
-@kernel(Longs, Longs, Longs, SUCCESSORS_OF, FloatsOut, FloatRows, Bool, GROWN, returns=Int)
+SUCCESSORS_OF = fields_of(Successors, LongRows, FloatRows)
+
+
+@kernel(
+    Longs, Longs, Longs, SUCCESSORS_OF, FloatsOut, FloatRows, Bool, TokensOut, Ints, FloatsOut, Longs, returns=Int
+)  # fmt: skip
 def grow_trees(
     last: np.ndarray,
     rooms: np.ndarray,
@@ -145,14 +131,18 @@ def grow_trees(
     edges: np.ndarray,
     rates: np.ndarray,
     is_path: bool,
-    grown: GrownTrees,
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    accept_prob: np.ndarray,
+    lengths: np.ndarray,
 ) -> int:
     """Draft for B sequences, and return the number of draft tokens: repeatedly add the likeliest successor of a node.
 
     last: int64 [B], the last token of each sequence. rooms: int64 [B], largest length of each draft. is_sampled: int64
     [B], 0 or 1. edges: float32 [E], ascending bounds of intervals of scores. rates: float32 [2 * D, E + 1], the
     `accept_prob` by interval at depths 1 to D, for greedy requests, then for sampled ones; deeper nodes have that of D.
-    is_path: extend only the last node. grown: written.
+    is_path: extend only the last node. Writes the tokens, parents and `accept_prob` of the drafts, as in `DraftBatch`,
+    to arrays with room for them, and the length of each draft to `lengths`, int64 [B].
     """
     width = table.tokens.shape[1]
     depths = len(rates) // 2
@@ -187,11 +177,11 @@ def grow_trees(
             if best < 0:
                 break
             token, parent, path_prob = candidates[best, 0], count, whole[best]
-            grown.tokens[total + count], grown.parents[total + count] = token, candidates[best, 1]
-            grown.accept_prob[total + count] = conditional[best]
+            tokens[total + count], parents[total + count] = token, candidates[best, 1]
+            accept_prob[total + count] = conditional[best]
             depth = candidates[best, 2] + 1
             whole[best] = -1.0
             count += 1
-        grown.lengths[index] = count
+        lengths[index] = count
         total += count
     return total

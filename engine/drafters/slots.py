@@ -155,19 +155,16 @@ class SlotWriter:
         return output
 
     def _run(self, spans: SequenceOf[RunSpan]) -> HeadOutput:
-        forward, begin = self._forward, self._forward.begin
         runs = [DraftSpan(span.sequence.pages, span.slots.filled, span.end - span.slots.filled) for span in spans]
         tokens = self._tokens(spans)
         if self._compiled is not None and len(tokens) <= MAX_COMPILED_ROWS:
             return self._compiled.run(runs, tokens.numpy(), self.states)
-        if self._head.shares_target_cache:
-            begin = forward.begin_on_target
-        rows = begin(runs)
+        rows = self._forward.begin(runs, on_target=self._head.shares_target_cache)
         states = self.states[:0]
         if self._head.state_size:
             # The state of a slot is that of the position before it.
             states = self.states[self._cache_slots([(run.pages, run.start - 1, run.length) for run in runs])]
-        return self._head(tokens, states, rows.positions, rows.attend, forward.ops)
+        return self._head(tokens, states, rows.positions, rows.attend, self._forward.ops)
 
     def _tokens(self, spans: SequenceOf[RunSpan]) -> Tensor:
         """Return the tokens of the rows of `_write`, int64."""

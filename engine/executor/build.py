@@ -150,7 +150,7 @@ def build_graph_executor(
     """
     longest = model.max_positions
     max_pages = pages.pages_for(longest)
-    state = DeviceState.empty(rows_for(config.max_sequences), longest, max_pages, pages.count, torch.device(device))
+    state = DeviceState(rows_for(config.max_sequences), longest, max_pages, pages.count, torch.device(device))
     copies = CopyStream(state.lengths.device)
     max_draft = config.max_draft if chain is None else chain.depth
 

@@ -6,7 +6,6 @@ The shapes of the tensors of a step do not depend on the lengths of drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,73 +20,37 @@ NOT_RECORDED = -1
 """Marks a position of `DeviceState.history` without a recorded token."""
 
 
-@dataclass(frozen=True, eq=False)
 class DeviceState:
     """Tensors of S request slots, plus an idle slot that pads batches.
 
     They are only changed in place, because CUDA graphs hold their addresses.
     """
 
-    integers: Tensor
-    """int32 [3, S + 1 or more]: `lengths`, `limits` and `last_tokens`, which share its memory."""
-    longs: Tensor
-    """int64 [2, S + 1 or more]: `seeds` and `top_k`."""
-    reals: Tensor
-    """float64 [3, S + 1 or more]: `temperatures`, `top_p` and `min_p`."""
-    lengths: Tensor
-    """int32 [S + 1]: number of committed tokens; the keys and values of all but the last one are in the cache."""
-    limits: Tensor
-    """int32 [S + 1]: largest length of each sequence; 0 for a free slot."""
-    last_tokens: Tensor
-    """int32 [S + 1]: the last committed token."""
-    history: Tensor
-    """int32 [S + 1, max_length]: committed tokens, then the rest of a recorded output, then `NOT_RECORDED`. The content
-    of the idle slot is arbitrary."""
-    page_tables: Tensor
-    """int32 [S + 1, max_pages]; unused entries have the scratch page."""
-    seeds: Tensor
-    """int64 [S + 1]."""
-    temperatures: Tensor
-    """float64 [S + 1]."""
-    top_k: Tensor
-    """int64 [S + 1]."""
-    top_p: Tensor
-    """float64 [S + 1]."""
-    min_p: Tensor
-    """float64 [S + 1]."""
-    scratch_page: int
-    """A page that no sequence owns, for keys and values of padding."""
-
-    @classmethod
-    def empty(cls, slots: int, max_length: int, max_pages: int, scratch_page: int, device: torch.device) -> DeviceState:
-        """Return a state with all slots free."""
+    def __init__(self, slots: int, max_length: int, max_pages: int, scratch_page: int, device: torch.device) -> None:
+        """Create a state with all slots free."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         # A multiple, so that each row begins at an address that kernels read fast.
         size = -(-(slots + 1) // ALIGNED) * ALIGNED
-        integers, longs, reals = zeros(torch.int32, 3, size), zeros(torch.int64, 2, size), zeros(torch.float64, 3, size)
-        lengths, limits, last_tokens = integers[:, : slots + 1]
-        seeds, top_k = longs[:, : slots + 1]
-        temperatures, top_p, min_p = reals[:, : slots + 1]
-        top_p.fill_(1)
-        return cls(
-            integers=integers,
-            longs=longs,
-            reals=reals,
-            lengths=lengths,
-            limits=limits,
-            last_tokens=last_tokens,
-            history=zeros(torch.int32, slots + 1, max_length),
-            page_tables=zeros(torch.int32, slots + 1, max_pages).fill_(scratch_page),
-            seeds=seeds,
-            temperatures=temperatures,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            scratch_page=scratch_page,
-        )
+        self._integers, self._longs = zeros(torch.int32, 3, size), zeros(torch.int64, 2, size)
+        self._reals = zeros(torch.float64, 3, size)
+        self.lengths, self.limits, self.last_tokens = self._integers[:, : slots + 1]
+        """int32 [S + 1] each: number of committed tokens, of which the keys and values of all but the last one are in
+        the cache; largest length of each sequence, 0 for a free slot; the last committed token."""
+        self.seeds, self.top_k = self._longs[:, : slots + 1]
+        """int64 [S + 1] each."""
+        self.temperatures, self.top_p, self.min_p = self._reals[:, : slots + 1]
+        """float64 [S + 1] each."""
+        self.top_p.fill_(1)
+        self.history = zeros(torch.int32, slots + 1, max_length)
+        """int32 [S + 1, max_length]: committed tokens, then the rest of a recorded output, then `NOT_RECORDED`. The
+        content of the idle slot is arbitrary."""
+        self.page_tables = zeros(torch.int32, slots + 1, max_pages).fill_(scratch_page)
+        """int32 [S + 1, max_pages]; unused entries have the scratch page."""
+        self.scratch_page = scratch_page
+        """A page that no sequence owns, for keys and values of padding."""
 
     @property
     def idle(self) -> int:
@@ -108,9 +71,9 @@ class DeviceState:
         # One copy, whose rows are contiguous on the device.
         values = on_device(np.concatenate(columns, axis=1, dtype=np.int64).T.copy(), device)
         at = values[0]
-        self.integers.index_copy_(1, at, values[1:4].int())
-        self.longs.index_copy_(1, at, values[4:6])
-        self.reals.index_copy_(1, at, values[6:].view(torch.float64))
+        self._integers.index_copy_(1, at, values[1:4].int())
+        self._longs.index_copy_(1, at, values[4:6])
+        self._reals.index_copy_(1, at, values[6:].view(torch.float64))
         self.page_tables.index_fill_(0, at, self.scratch_page)
         firsts = [0 if texts else length for length, _, _ in integers]
         parts = [_history(each, first) for each, first in zip(sequences, firsts, strict=True)]

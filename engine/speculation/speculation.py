@@ -2,8 +2,8 @@
 
 In rejection mode, outputs follow the target's distribution only if the decision to verify a sampled token does not
 depend on that token. The token budget therefore does not get the drafter's `accept_prob` of such tokens, but a path
-whose probabilities are the acceptance rates by depth of earlier steps. It selects a depth, and all tokens up to that
-depth are verified.
+whose probabilities are the acceptance rates by depth of earlier steps. It selects a depth, and the draft, a path, too,
+is verified up to there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import HAS_GRAMMAR, KIND, MAX_DRAFT
-from engine.speculation.draft_tree import depths_of, straight_lengths
+from engine.speculation.draft_tree import straight_lengths
 from engine.speculation.grammar_drafts import follow_grammars
 from engine.speculation.selection import DeviceDrafting, DraftSelection
 from engine.speculation.verify import uses_rejection
@@ -94,10 +94,11 @@ class Speculation:
         plan.lengths = self._usable_lengths(plan.drafts.batch)
         if self._selection is None:
             return
+        shown = plan.drafts.batch
         if plan.drafts.q_rows is not None and (is_sampled := uses_rejection(plan)).any():
-            self._select_depths(plan, self._selection, is_sampled)
-        else:
-            plan.lengths = self._selection.select(plan, plan.drafts.batch, plan.lengths)
+            shown = hide_sampled(plan.drafts, is_sampled, plan.rooms, self._rates)
+        lengths = self._selection.select(plan, shown, self._usable_lengths(shown))
+        plan.lengths = np.minimum(lengths, plan.lengths)
 
     def _follow_grammars(self, plan: StepPlan) -> None:
         """Let drafts follow the grammars of their requests."""
@@ -107,15 +108,6 @@ class Speculation:
             plan.proposed = plan.drafts.take(at)
             sequences = plan.table.of(plan.rows[at])
             plan.drafts = plan.drafts.replaced(at, follow_grammars(plan.proposed, sequences, plan.rooms[at]))
-
-    def _select_depths(self, plan: StepPlan, selection: DraftSelection, is_sampled: np.ndarray) -> None:
-        """Select how much of each draft is verified; of sampled ones, bool [P], all tokens up to a depth."""
-        shown = hide_sampled(plan.drafts, is_sampled, plan.rooms, self._rates)
-        lengths = selection.select(plan, shown, self._usable_lengths(shown))
-        batch = plan.drafts.batch
-        deepest = np.where(is_sampled, lengths, len(batch.tokens))[plan.drafts.owner]
-        plan.drafts = plan.drafts.where(depths_of(batch.parents, batch.offsets) <= deepest)
-        plan.lengths = np.where(is_sampled, self._usable_lengths(plan.drafts.batch), lengths)
 
     def leave_to_device(self, plan: StepPlan) -> None:
         """Decide whether the device drafts in a step."""
@@ -189,6 +181,5 @@ def hide_sampled(drafts: Drafts, is_sampled: np.ndarray, rooms: np.ndarray, rate
     parts = [rates.path(room) if hidden else batch.take([at]) for at, (hidden, room) in enumerate(
         zip(is_sampled.tolist(), rooms.tolist(), strict=True)
     )]  # fmt: skip
-    depths = depths_of(batch.parents, batch.offsets)[is_sampled[drafts.owner]]
-    rates.deepest = max(rates.deepest, int(depths.max(initial=0)))
+    rates.deepest = max(rates.deepest, int(drafts.sizes[is_sampled].max(initial=0)))
     return DraftBatch.concatenate(parts)

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.drafters.drafts import DETERMINISTIC
-from engine.executor.batch import offsets
+from engine.executor.batch import offsets, rows_before
 from engine.executor.kernels.sample import sample_tokens
 from engine.sampling.grammar_state import GrammarError
 from engine.sampling.logprobs import compute_parts
@@ -27,7 +27,7 @@ from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree, accept_exactly, depths_of
-from engine.speculation.rejection import SampledDraft, verify_by_rejection
+from engine.speculation.rejection import SampledPaths, verify_by_rejection
 
 
 def verify_drafts(result: StepResult, indices: np.ndarray, logits: Tensor) -> None:
@@ -143,19 +143,21 @@ def _verify_exactly(result: StepResult, part: VerifiedSequences) -> None:
 
 
 def _verify_by_rejection(result: StepResult, part: VerifiedSequences) -> None:
-    plan, batch, drafts = part.plan, part.plan.drafts.batch, []
+    """Accept tokens of sampled drafts, which are paths."""
+    plan, batch = part.plan, part.plan.drafts.batch
     assert plan.drafts.q_rows is not None
-    for index, sequence, row in zip(part.indices.tolist(), part.sequences, part.bounds.tolist(), strict=False):
-        own = slice(int(batch.offsets[index]), int(batch.offsets[index]) + int(plan.lengths[index]))
-        columns = batch.tokens[own], batch.parents[own], plan.drafts.q_rows[own]
-        drafts.append(SampledDraft(*columns, row, sequence.request.sampling.seed, len(sequence)))
-    verdicts = verify_by_rejection(drafts, probabilities(part.logits, part.settings()), plan.drafts.q)
-    for index, draft, verdict in zip(part.indices.tolist(), drafts, verdicts, strict=True):
-        tokens = np.append(draft.tokens[verdict.kept], np.uint32(verdict.token))
-        result.values[index, PRODUCED] = len(tokens)
-        result.values[index, FIRST_TOKEN : FIRST_TOKEN + len(tokens)] = tokens
+    lengths = plan.lengths[part.indices]
+    at = rows_before(batch.offsets[:-1][part.indices].astype(np.int64) + lengths, lengths)
+    seeds = np.array([sequence.request.sampling.seed for sequence in part.sequences], np.int64)
+    positions = np.array([len(sequence) for sequence in part.sequences], np.int64)
+    tokens, q_rows = batch.tokens[at].astype(np.int64), plan.drafts.q_rows[at].astype(np.int64)
+    paths = SampledPaths(tokens, q_rows, lengths, seeds, positions)
+    accepted, chosen = verify_by_rejection(paths, probabilities(part.logits, part.settings()), plan.drafts.q)
+    for index, count, token in zip(part.indices.tolist(), accepted.tolist(), chosen.tolist(), strict=True):
+        result.values[index, PRODUCED] = count + 1
+        result.values[index, FIRST_TOKEN : FIRST_TOKEN + count + 1] = [*batch.tokens_of(index)[:count], token]
         if result.paths is not None:
-            result.paths[index, : len(verdict.kept)] = verdict.kept
+            result.paths[index, :count] = np.arange(count)
 
 
 def _add_logprobs(result: StepResult, indices: np.ndarray, bounds: np.ndarray, logits: Tensor) -> None:

@@ -37,6 +37,15 @@ def prompt_logits(model, tokens):
     return new_runner(model, len(pages)).forward(batch_of([entry], PAGE_SIZE))
 
 
+def attend_densely(_layer, query, key, value):
+    """Attention of each token to itself and to all tokens before it, without pages."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[2] ** -0.5
+    scores = scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value)
+
+
 def cached_and_fresh(model, engine, text):
     """For each page of a text in the engine's cache, return its keys and values, and recomputed ones.
 

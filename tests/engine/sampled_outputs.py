@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.scheduling.request import Request, SamplingParams
-from tests.engine.drafters.toy import attend_densely
+from tests.engine.forward import attend_densely
 
 VOCAB = 32
 PROMPT = np.array([3, 1, 4], np.uint32)
@@ -52,41 +52,37 @@ def new_target():
     return target
 
 
-def sampled_requests(tokens, verification, first_seed=0, kinds=VOCAB):
-    """Return requests for outputs of `tokens` tokens in total, with the same prompt and different seeds.
-
-    kinds: number of first token ids to which a bias restricts outputs; with few, more drafts of any kind are accepted.
-    """
+def sampled_requests(tokens, verification, first_seed=0):
+    """Return requests for outputs of `tokens` tokens in total, with the same prompt and different seeds."""
     sampling = {"max_tokens": LENGTH, "temperature": TEMPERATURE, "ignore_eos": True, "verification": verification}
-    sampling["logit_bias"] = dict.fromkeys(range(kinds, VOCAB), -100.0)
     seeds = range(first_seed, first_seed + EFFORT * tokens // LENGTH)
     return [Request(PROMPT, SamplingParams(seed=seed, **sampling)) for seed in seeds]
 
 
 @torch.inference_mode()
-def distributions(target, output, kinds):
-    """Return the target's distribution of each token of an output given the tokens before it, float64 [n, kinds]."""
+def distributions(target, output):
+    """Return the target's distribution of each token of an output given the tokens before it, float64 [n, VOCAB]."""
     text = torch.from_numpy(np.concatenate((PROMPT, output[:-1])).astype(np.int64))
     hidden = target(text, torch.arange(len(text)), attend_densely)[len(PROMPT) - 1 :]
-    return torch.softmax(target.logits(hidden)[:, :kinds].double() / TEMPERATURE, dim=1).numpy()
+    return torch.softmax(target.logits(hidden).double() / TEMPERATURE, dim=1).numpy()
 
 
-def fits(target, outputs, kinds=VOCAB):
-    """Return whether outputs, uint32 [n] each, were sampled from the target's distributions over the first token ids.
+def fits(target, outputs):
+    """Return whether outputs, uint32 [n] each, were sampled from the target's distributions.
 
     Two chi-square tests: of the tokens after each token, and of the ranks of tokens in their distributions, which shows
     faults that favor likely or unlikely tokens after any text. An expected count is the sum of the probabilities of a
     token given all tokens before it. Counts vary less than with equal probabilities, so p-values are not too small.
     """
-    p = np.concatenate([distributions(target, output, kinds) for output in outputs])
+    p = np.concatenate([distributions(target, output) for output in outputs])
     before = np.concatenate([np.append(PROMPT[-1], output[:-1]) for output in outputs])
     tokens = np.concatenate(outputs)
-    observed, expected = np.zeros((2, VOCAB, kinds))
+    observed, expected = np.zeros((2, VOCAB, VOCAB))
     np.add.at(observed, (before, tokens), 1)
     np.add.at(expected, before, p)
     ranks = (p > p[np.arange(len(p)), tokens, None]).sum(axis=1)
     by_rank = np.sort(p, axis=1)[:, ::-1].sum(axis=0)
-    p_values = p_value(observed, expected), p_value(np.bincount(ranks, minlength=kinds), by_rank)
+    p_values = p_value(observed, expected), p_value(np.bincount(ranks, minlength=VOCAB), by_rank)
     return bool(min(p_values) > SIGNIFICANCE)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.errors import UserError
-from ssd.types import DraftBatch, Drafter, Path
+from ssd.types import Drafter
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
 from tests.engine.integrity import check_integrity
 from tests.engine.steps import AllTokens, each_of
@@ -52,15 +52,15 @@ class StrictDrafter(Drafter):
             text, limit = self.texts[sequence_id], int(progress.max_draft[index])
             assert self.most[sequence_id] != 0 or limit == 0
             self.calls[sequence_id] += 1
+            right = self.answers[sequence_id][len(text) :]
             if self.shape == "tree":
-                drafts.append(random_tree(self.rng, self.answers[sequence_id][len(text) :], limit, VOCAB))
-                self.offered[sequence_id] = len(drafts[-1][0])
-                continue
-            draft = (self.answers[sequence_id][len(text) :] + [1] * limit)[: self.rng.integers(0, limit + 1)]
-            draft = [t if self.rng.random() < 0.8 else int(self.rng.integers(VOCAB)) for t in draft]
-            self.offered[sequence_id] = len(draft)
-            drafts.append(Path(np.array(draft, np.uint32), np.ones(len(draft), np.float32)))
-        return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.from_paths(drafts)
+                drafts.append(random_tree(self.rng, right, limit, VOCAB))
+            else:
+                draft = (right + [1] * limit)[: self.rng.integers(0, limit + 1)]
+                draft = [t if self.rng.random() < 0.8 else int(self.rng.integers(VOCAB)) for t in draft]
+                drafts.append((draft, range(-1, len(draft) - 1)))
+            self.offered[sequence_id] = len(drafts[-1][0])
+        return batch_of_trees(drafts)
 
     def finish(self, sequence_id, tokens, *, verified=0, learn=True):
         self.record(sequence_id, tokens, verified)

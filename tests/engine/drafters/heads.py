@@ -10,7 +10,7 @@ import torch
 from engine.drafters.draft_model import ModelHead
 from engine.models.decoder import Decoder
 from engine.models.layers import PLAIN
-from tests.engine.drafters.toy import attend_densely
+from tests.engine.forward import attend_densely
 from tests.engine.models.heads import samples
 
 

@@ -10,7 +10,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters.autoregressive import AutoregressiveDrafter, Growth
-from engine.drafters.base import TargetInfo
 from engine.drafters.medusa import MedusaDrafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
@@ -21,9 +20,8 @@ from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from ssd.baselines.none import NoDrafter
-from ssd.config import DrafterConfig
 from tests.engine.drafters.heads import make_head, naive_logits
-from tests.engine.drafters.toy import ToyDrafter, attend_densely
+from tests.engine.forward import attend_densely
 from tests.engine.integrity import check_integrity
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=13, page_size=16, kv_memory_mib=1)
@@ -58,8 +56,6 @@ def plain_outputs(model, submitted=requests):
 def new_drafter(kind, model, config, *, depth=4, head=None, network=None, is_coupled=False):
     """A drafter with random weights, or with a given head."""
     has_trees = config.draft_shape == "tree"
-    if kind == "toy":
-        return ToyDrafter(DrafterConfig(), TargetInfo.from_model(model, config), width=1 + has_trees)
     how = {"depth": depth, "has_trees": has_trees, "is_coupled": is_coupled}
     head = head or make_head(kind, model)
     if kind == "medusa":

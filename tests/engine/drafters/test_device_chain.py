@@ -226,22 +226,6 @@ def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch,
     assert eager.largest_difference(head, model) < TOLERANCE
 
 
-def test_sequences_can_share_pages_that_the_device_filled(model, monkeypatch):
-    """A prompt that begins with an earlier output finds its pages; its first slot needs the state that was kept."""
-    recorder = Recorder(monkeypatch)
-    engine, head = engine_of(model, "mtp", 1)
-    prompt = np.arange(1, 12, dtype=np.uint32)
-    [first] = engine.generate([Request(prompt, SamplingParams(60, ignore_eos=True))])
-    recorder.drafts.clear()
-    for cached in (16, 48, 64):
-        text = np.concatenate((prompt, first.tokens))[: cached + 1]
-        [completion] = engine.generate([Request(text, SamplingParams(20, ignore_eos=True))])
-        assert completion.cached_tokens == cached
-        assert completion.tokens[: 60 + 11 - cached - 1].tolist() == first.tokens[cached - 10 :][:20].tolist()
-    assert len(recorder.drafts) > 30
-    assert recorder.are_right(head, model)
-
-
 @pytest.mark.parametrize(("kind", "in_flight"), [*zip(KINDS, (0, 1) * 2, strict=True)])
 def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, monkeypatch, kind, in_flight):
     """Runs of plain steps begin and end at any place in a page."""
@@ -255,25 +239,32 @@ def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, mo
     assert recorder.are_right(head, model)
 
 
-@pytest.mark.parametrize("fault", [None, SlotWriter.fill, SlotWriter._mark_pages])
+@pytest.mark.parametrize(
+    ("drafts", "fault"), [(True, None), (False, None), (False, SlotWriter.fill), (False, SlotWriter._mark_pages)]
+)
 @pytest.mark.parametrize("kind", ["mtp", "draft-model"])
-def test_pages_that_plain_steps_filled_can_be_shared(model, monkeypatch, kind, fault):
-    """Planted faults: slots that plain steps left are not written, or pages that lack them are not marked."""
+def test_pages_that_steps_filled_can_be_shared(model, monkeypatch, kind, drafts, fault):
+    """A prompt that begins with an earlier output finds its pages; its first slot needs the state that was kept.
+
+    Planted faults: slots that plain steps left are not written, or pages that lack them are not marked.
+    """
     recorder = Recorder(monkeypatch)
-    engine, head = engine_of(model, kind, 1, drafting=Switching([False] * 60))
+    engine, head = engine_of(model, kind, 1, drafting=Switching([drafts] * 60))
     prompt = np.arange(1, 12, dtype=np.uint32)
     [first] = engine.generate([Request(prompt, SamplingParams(60, ignore_eos=True))])
-    assert not recorder.drafts
+    assert drafts or not recorder.drafts
+    recorder.drafts.clear()
     if fault is not None:
         monkeypatch.setattr(SlotWriter, fault.__name__, lambda *_: None)
         for slots in engine.drafter._writer._slots.values():
             slots.complete_pages = 0
         engine.drafter._writer._is_complete[:] = True
-    text = np.concatenate((prompt, first.tokens))[:65]
-    [completion] = engine.generate([Request(text, SamplingParams(20, ignore_eos=True))])
-    assert completion.cached_tokens == 64
-    assert completion.tokens[:6].tolist() == first.tokens[54:].tolist()
-    assert len(recorder.drafts) > 10
+    for cached in (16, 48, 64):
+        text = np.concatenate((prompt, first.tokens))[: cached + 1]
+        [completion] = engine.generate([Request(text, SamplingParams(20, ignore_eos=True))])
+        assert completion.cached_tokens == cached
+        assert completion.tokens[: 70 - cached].tolist() == first.tokens[cached - 10 :][:20].tolist()
+    assert len(recorder.drafts) > 30
     assert recorder.are_right(head, model) == (fault is None)
 
 
@@ -319,7 +310,7 @@ def test_a_step_reads_no_values(model_folder, kind, depth):
     target = PlainAttention(model.config, *settings)
     own = PlainAttention(replace(head.config, num_layers=head.num_layers), *settings, first_slot=head.first_slot)
     forward = DraftForward((own,), target, pool, torch.device("meta"))
-    state = DeviceState.empty(8, longest, 13, pool.count, torch.device("meta"))
+    state = DeviceState(8, longest, 13, pool.count, torch.device("meta"))
     drafter = new_drafter(kind, model, CONFIG, depth=depth, head=head)
     drafter.bind(forward)
     chain = drafter.device_chain(replace(CONFIG, max_sequences=8)).fixed(state, shape)

@@ -75,9 +75,8 @@ DISTRIBUTIONS = {
 }
 
 
-SIBLINGS = batch_of((1, 2, 3, 1), (-1,) * 4, (3, 1), (1,) * 4)
-REPEATED = batch_of((1, 2, 1, 1), (-1,) * 4, (3, 1), (1,) * 4)
 NO_DRAFTS = DraftBatch.empty(2)
+TREE = batch_of((1, 2, 3, 1), (-1, 0, 0, -1), (3, 1), (1,) * 4)
 
 
 def sampled(batch, rows):
@@ -91,23 +90,20 @@ INVALID = {
     "extra rows of another type": (Drafts(NO_DRAFTS, extra=[]), "extra is list, not ExtraRows"),
     **{f"q: {name}": (Drafts(batch_of(), q, np.array(rows, np.int32)), message)
        for name, (q, rows, message) in DISTRIBUTIONS.items()},
-    "siblings of different rows": (sampled(SIBLINGS, (0, 1, 0, 1)), "different rows"),
-    "equal sampled siblings": (sampled(REPEATED, (0, 0, 0, 1)), "the same token"),
-    "a sampled sibling after an equal one": (sampled(REPEATED, (0, -1, 0, 1)), "the same token"),
+    "q: a branch": (sampled(TREE, (0, 0, -1, 1)), "not a path"),
 }  # fmt: skip
 VALID = {
     "a tree": Drafts(batch_of()),
     "no drafts": Drafts(NO_DRAFTS),
     "extra rows": Drafts(NO_DRAFTS, extra=extra_of(batch_of())),
     "sampled": sampled(batch_of(), (0, 1, -1)),
-    "sampled siblings": sampled(SIBLINGS, (0, 0, 0, 1)),
-    "a sampled sibling and an equal one": sampled(REPEATED, (-1, 0, 0, 1)),
+    "a tree and a sampled path": sampled(TREE, (-1, -1, -1, 1)),
 }
 
 
 @pytest.mark.parametrize("name", [*INVALID, *VALID])
 def test_only_drafts_that_can_be_verified_pass(name):
-    rooms = (3, 1) if "sibling" in name else (2, 1)
+    rooms = (3, 1) if "branch" in name or "sampled path" in name else (2, 1)
     if name in VALID:
         assert check(VALID[name], rooms).batch.tokens.tolist() == VALID[name].batch.tokens.tolist()
     else:

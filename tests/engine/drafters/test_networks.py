@@ -12,7 +12,6 @@ from engine.drafters.slots import SlotWriter
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
-from tests.engine.drafters import toy
 from tests.engine.drafters.heads import HEADS
 from tests.engine.drafters.networks import (
     CONFIG,
@@ -25,7 +24,7 @@ from tests.engine.drafters.networks import (
     tokens_of,
 )
 
-KINDS = [*HEADS, "medusa", "toy"]
+KINDS = [*HEADS, "medusa"]
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +34,8 @@ def plain(model):
 
 def largest_difference(recorder, drafter, target):
     """Largest relative difference between some of the logits that a drafter drafted from and the naive twin's."""
-    if not isinstance(drafter, toy.ToyDrafter):
-        head = drafter.heads if isinstance(drafter, MedusaDrafter) else drafter.head
-        return recorder.largest_difference(head, target)
-    differences = []
-    for text, path, found in drafter.log[:: max(1, len(drafter.log) // 30)]:
-        expected = torch.stack(toy.naive_logits(drafter, text, path)).detach()
-        differences.append(float((expected - torch.stack(found)).abs().max() / expected.abs().max()))
-    return max(differences)
+    head = drafter.heads if isinstance(drafter, MedusaDrafter) else drafter.head
+    return recorder.largest_difference(head, target)
 
 
 @pytest.mark.parametrize(("temperature", "shape"), [(0.0, "tree"), (0.8, "path"), (0.8, "tree")])
@@ -57,7 +50,7 @@ def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, tem
     assert any(each.cached_tokens for each in completions)
     if kind in HEADS:
         assert max(len(path) for _, path, _ in recorder.calls) == 3
-    elif kind == "medusa":
+    else:
         assert {depth for _, depth, _ in recorder.calls} == {0, 1, 2}
     assert largest_difference(recorder, drafter, model) < TOLERANCE
 
@@ -74,13 +67,12 @@ def test_slots_and_states_survive_preemption(model, plain, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
-@pytest.mark.parametrize("kind", ["mtp", "draft-model", "medusa", "toy"])
+@pytest.mark.parametrize("kind", ["mtp", "draft-model", "medusa"])
 def test_only_paths_are_verified_by_rejection(model, plain, monkeypatch, kind, shape):
-    """The drafter `toy` samples trees without replacement, which rejection can verify, too."""
     recorder, config = Recorder(monkeypatch), replace(CONFIG, draft_shape=shape, verification="rejection")
     drafter = new_drafter(kind, model, config)
     _, completions = run(model, config, requests(0.8), drafter)
-    assert (tokens_of(completions) == plain(0.8)) == (shape == "tree" and kind != "toy")
+    assert (tokens_of(completions) == plain(0.8)) == (shape == "tree")
     assert sum(each.accepted for each in completions) < sum(each.drafted for each in completions)
     assert sum(each.accepted for each in completions) > 0 or kind == "medusa"
     assert largest_difference(recorder, drafter, model) < TOLERANCE

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.drafters.recycle import EMPTY, GrownTrees, RecycleDrafter, Successors, grow_trees
+from engine.drafters.recycle import EMPTY, RecycleDrafter, Successors, grow_trees, room_for
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
@@ -56,8 +56,9 @@ def test_grown_trees_equal_those_of_a_heap(seed, is_path):
     rates = rng.random((2 * depths, 3)).astype(np.float32)
     last, rooms = rng.integers(0, vocab, count), rng.integers(0, 12, count)
     is_sampled = rng.integers(0, 2, count)
-    grown = GrownTrees.empty(rooms)
-    total = grow_trees(last, rooms, is_sampled, Successors(successors, scores), edges, rates, is_path, grown)
+    *nodes, lengths = room_for(rooms)
+    table = Successors(successors, scores)
+    total = grow_trees(last, rooms, is_sampled, table, edges, rates, is_path, *nodes, lengths)
     expected = []
     for index in range(count):
 
@@ -66,8 +67,8 @@ def test_grown_trees_equal_those_of_a_heap(seed, is_path):
             return float(rates[row, int((edges <= scores[token, rank]).sum())])
 
         expected.append(naive_tree(int(last[index]), int(rooms[index]), successors, probability, is_path))
-    assert grown.lengths.tolist() == [len(nodes) for nodes in expected]
-    found = zip(*(column[:total].tolist() for column in grown[:3]), strict=True)
+    assert lengths.tolist() == [len(nodes) for nodes in expected]
+    found = zip(*(column[:total].tolist() for column in nodes), strict=True)
     assert list(found) == [node for nodes in expected for node in nodes]
 
 

@@ -1,16 +1,18 @@
 """Sampled outputs of the whole engine have the target's distribution, with every drafter and way of verification.
 
 Planted faults of verification must be caught by the same test. Faults that only lower the acceptance are planted in
-`test_acceptance.py`, and faults among sampled siblings in `tests/engine/speculation/test_distribution.py`.
+`test_acceptance.py`.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.drafters.autoregressive import Growth
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
 from engine.engine import build_engine
@@ -21,16 +23,17 @@ from engine.models.layers import PLAIN
 from engine.models.loader import load_model, save_model
 from engine.sampling import draft_sampler
 from engine.sampling.draft_sampler import NONE, DraftSampler
-from engine.speculation import verify
+from engine.speculation import rejection, speculation, verify
+from engine.speculation.selection import DraftSelection
 from engine.training.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
 from engine.training.objectives import Windows
 from ssd.config import DrafterConfig
 from tests import naive
+from tests.curves import line
 from tests.engine.drafters.snapshots import saved_snapshot
-from tests.engine.drafters.toy import attend_densely
+from tests.engine.forward import attend_densely
 from tests.engine.sampled_outputs import TEMPERATURE, VOCAB, fits, new_target, sampled_requests
-from tests.engine.speculation.test_distribution import residual_is_p
-from tests.engine.steps import accepting
+from tests.engine.steps import AllTokens, accepting
 
 CONFIG = EngineConfig(max_sequences=250, max_step_tokens=4000, max_draft=6, kv_memory_mib=16)
 DEPTH = 3
@@ -74,8 +77,8 @@ def target(folders):
     return load_model(folders["target"])
 
 
-def run(target, folders, kind, shape, requests):
-    """Return the outputs of requests with a drafter."""
+def run(target, folders, kind, shape, requests, selection=None):
+    """Return the outputs of requests with a drafter, all of whose tokens are verified without a selection."""
     config = replace(CONFIG, draft_shape=shape)
     kinds = [KINDS[each] for each in kind.split("+")]
     options = {"depth": str(DEPTH)} if any(each.runs_model for each in kinds) else {}
@@ -85,6 +88,7 @@ def run(target, folders, kind, shape, requests):
     info = TargetInfo.from_model(target, config, folders["target"])
     drafter = build_drafter(kind, configure(kind, settings, options), info, draft_models=folders)
     engine = build_engine(target, config, drafter)
+    engine._speculation._selection = engine._selection = selection
     completions = engine.generate(requests)
     engine.close()
     assert kind == "none" or sum(each.accepted for each in completions) > len(requests)
@@ -137,13 +141,68 @@ def drafts_with_the_targets_noise(monkeypatch):
     monkeypatch.setattr(draft_sampler, "draft_seeds", lambda seeds, committed: seeds)
 
 
-@pytest.mark.usefixtures("unlike_target")
-@pytest.mark.parametrize("fault", [None, drops_unlikely_tokens, drafts_with_the_targets_noise, residual_is_p])
+def residual_is_p(monkeypatch):
+    monkeypatch.setattr(rejection, "_residuals", lambda p, *_: p)
+
+
+def q_of_another_row(monkeypatch):
+    found = Growth.drafts
+
+    def shifted(*arguments):
+        drafts = found(*arguments)
+        return replace(drafts, q=drafts.q.roll(1, dims=0).roll(1, dims=1))
+
+    monkeypatch.setattr(Growth, "drafts", shifted)
+
+
+def budget_sees_tokens(monkeypatch):
+    monkeypatch.setattr(speculation, "uses_rejection", lambda plan: np.zeros(plan.producers, np.bool_))
+
+
+class ByOwnProbability(AllTokens):
+    """A selection that drops every token with a low `accept_prob`, and the tokens after it."""
+
+    def select(self, plan, drafts, usable):
+        lengths = []
+        for start, end in pairwise(drafts.offsets.tolist()):
+            unlikely = drafts.accept_prob[start:end] < 0.2
+            lengths.append(int(unlikely.argmax()) if unlikely.any() else end - start)
+        return np.array(lengths)
+
+
+@pytest.fixture
+def own_probabilities(monkeypatch):
+    """Let `accept_prob` be a sampled token's own probability, on which verification must not depend."""
+    found = Growth.drafts
+
+    def boastful(*arguments):
+        drafts = found(*arguments)
+        own = drafts.q[drafts.q_rows, drafts.batch.tokens.astype(np.int64)].numpy()
+        return replace(drafts, batch=replace(drafts.batch, accept_prob=own))
+
+    monkeypatch.setattr(Growth, "drafts", boastful)
+
+
+@pytest.mark.usefixtures("unlike_target", "own_probabilities")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        None, drops_unlikely_tokens, drafts_with_the_targets_noise, residual_is_p, q_of_another_row, budget_sees_tokens,
+    ],
+)  # fmt: skip
 def test_planted_faults_of_rejection_are_caught(target, folders, monkeypatch, fault):
     if fault is not None:
         fault(monkeypatch)
-    outputs = run(target, folders, "self-int8", "path", sampled_requests(10_000, "rejection"))
+    requests = sampled_requests(10_000, "rejection")
+    outputs = run(target, folders, "self-int8", "path", requests, ByOwnProbability())
     assert fits(target, outputs) == (fault is None)
+
+
+@pytest.mark.usefixtures("unlike_target", "own_probabilities")
+def test_outputs_have_the_targets_distribution_with_the_token_budget(target, folders, monkeypatch):
+    monkeypatch.setattr(speculation, "perf_counter", lambda: 0.0)  # No backoff from measured times.
+    requests = sampled_requests(10_000, "rejection")
+    assert fits(target, run(target, folders, "self-int8", "path", requests, DraftSelection(line(0.002))))
 
 
 def accepts_one_more(monkeypatch):

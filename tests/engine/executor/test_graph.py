@@ -71,7 +71,7 @@ def fill(runner, sequences):
 
 
 def state_of(sequences, *, slots=8, device=CPU):
-    state = DeviceState.empty(slots, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
+    state = DeviceState(slots, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
     for slot, entry in enumerate(sequences):
         install(state, slot, entry.sequence)
     return state
@@ -138,7 +138,7 @@ def test_a_step_reads_no_values(config, dtype, kind):
     attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, dtype, "meta")
     shape = StepShape(4, 20, 1 + MAX_DRAFT, 13)
     forward = Runner(model, attention, "meta").fixed(shape)
-    state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
+    state = DeviceState(8, LONGEST, 13, PAGES, torch.device("meta"))
     step = FixedStep(forward, state, shape, PAGE_SIZE, CopyStream(CPU))
     forward.plan(np.full(4, LONGEST - 1), np.zeros(4, int))
     with torch.inference_mode():

@@ -22,8 +22,7 @@ from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.damage import edit_json
-from tests.engine.drafters.toy import attend_densely
-from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
+from tests.engine.forward import PAGE_SIZE, attend_densely, prompt_logits, sequence_of
 from tests.engine.models.test_rope import rope
 from tests.engine.steps import batch_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import ceil
 
 from engine.drafters.sources import SOURCE_NAMES
@@ -12,10 +13,10 @@ LAST = len(SOURCE_NAMES) - 1
 
 
 class NaivePages:
-    """A page pool; pages are registered under their whole text, and no running request shares one."""
+    """A page pool; pages are registered under any names."""
 
     def __init__(self, count):
-        self.unused, self.idle, self.named = list(range(count))[::-1], [], {}
+        self.unused, self.idle, self.named, self.owners = list(range(count))[::-1], [], {}, Counter()
 
     @property
     def free_count(self):
@@ -23,12 +24,23 @@ class NaivePages:
 
     def take(self, count):
         taken = [self.unused.pop() if self.unused else self.idle.pop(0) for _ in range(count)]
-        self.named = {text: page for text, page in self.named.items() if page not in taken}
+        self.named = {name: page for name, page in self.named.items() if page not in taken}
+        self.owners.update(taken)
         return sorted(taken)
 
+    def share(self, page):
+        if not self.owners[page]:
+            self.idle.remove(page)
+        self.owners[page] += 1
+
     def free(self, pages):
+        self.owners.subtract(pages)
         for page in reversed(pages):
-            (self.idle if page in self.named.values() else self.unused).append(page)
+            if not self.owners[page]:
+                (self.idle if page in self.named.values() else self.unused).append(page)
+
+    def forget(self):
+        self.unused, self.idle, self.named = [*self.unused, *sorted(self.idle)], [], {}
 
 
 class NaiveRequest:

@@ -49,16 +49,6 @@ def engine_of(pages=24, **settings):
     return chain_engine(EngineConfig(**{**fields, **settings}), pages, NoDrafter())
 
 
-def test_a_sequence_gets_pages_as_it_grows():
-    engine = engine_of()
-    engine.add(Request(text(6), SamplingParams(max_tokens=40)))
-    [sequence] = engine.scheduler.waiting
-    while engine.scheduler.has_work:
-        engine.step()
-        if engine.scheduler.has_work:
-            assert len(sequence.pages) == engine.scheduler.pages.pages_for(len(sequence) - 1)
-
-
 def test_drafts_do_not_cause_preemptions():
     """If all sequences fit without drafts, none is preempted with drafts."""
     prompts = [text(4 * PAGE_SIZE, seed) for seed in range(4)]
@@ -139,17 +129,6 @@ def test_the_last_page_of_a_cached_prompt_is_computed_again():
     assert second.tokens.tolist() == first.tokens.tolist()
 
 
-def test_outputs_are_cached():
-    """The next turn of a conversation begins with the previous output."""
-    engine = engine_of()
-    prompt = text(10)
-    [completion] = engine.generate([Request(prompt, SamplingParams(max_tokens=20))])
-    turn = np.concatenate([prompt, completion.tokens, text(3)])
-    [second] = engine.generate([Request(turn, SamplingParams(max_tokens=3))])
-    whole = (len(prompt) + len(completion.tokens) - 1) // PAGE_SIZE * PAGE_SIZE
-    assert second.cached_tokens == whole
-
-
 @pytest.mark.parametrize(("settings", "salt"), [({}, "other"), ({"prefix_cache": False}, "")])
 def test_nothing_is_shared_across_salts_or_without_the_cache(settings, salt):
     engine = engine_of(**settings)
@@ -194,8 +173,3 @@ def test_requests_finish_in_about_the_order_of_arrival():
     assert sorted(order) == ids
     assert engine.scheduler.preemptions
     assert all(abs(order.index(sequence_id) - sequence_id) <= 8 for sequence_id in ids)
-
-
-def test_an_unknown_request_cannot_be_cancelled():
-    engine = engine_of()
-    assert engine.cancel(0) is None

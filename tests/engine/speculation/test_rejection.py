@@ -13,20 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from engine.sampling.noise import Stream, gumbel_noise, stream_seeds, uniforms
 from engine.speculation import rejection
-from engine.speculation.rejection import DETERMINISTIC, SampledDraft
-from ssd.types import ROOT
-from tests.engine.speculation import naive_rejection as naive
+from engine.speculation.rejection import DETERMINISTIC, SampledPaths
+from tests.engine.sampled_outputs import SIGNIFICANCE, p_value
 
 VOCAB = 4
 LENGTH = 3
 COUNT = 6_000
-PATH = [ROOT, 0]
-TREE = [ROOT, ROOT, 0, 0, 1, ROOT]
-"""Three candidates after the context, two after the first of them, one after the second."""
+DRAFTED = 2
+"""Number of tokens of each draft."""
 POSITION = 5
 
 
@@ -35,16 +32,6 @@ def distributions(rng, shape, zeros=0.0):
     weights[rng.random(weights.shape) < zeros] = 0
     weights[..., 0] += 1e-2
     return weights / weights.sum(-1, keepdims=True)
-
-
-def sampled_without_replacement(probabilities, noise, count):
-    """The `count` tokens of the largest perturbed log-probabilities: Gumbel's trick for several samples."""
-    return (probabilities.log() + noise).argsort(dim=1, descending=True)[:, :count]
-
-
-def sampled_with_replacement(probabilities, noise, count):
-    generator = torch.Generator().manual_seed(2)
-    return torch.multinomial(probabilities, count, replacement=True, generator=generator)
 
 
 def table(probabilities, texts):
@@ -56,52 +43,36 @@ def table(probabilities, texts):
 
 
 class Drafts:
-    """Drafts of one shape for many seeds, and the distributions that they are verified against."""
+    """Paths for many seeds, and the distributions that they are verified against."""
 
-    def __init__(self, target, drafter, parents, *, sample=sampled_without_replacement, noise=Stream.DRAFT, ranked=()):
-        """ranked: nodes that are chosen by rank, not sampled."""
-        self.target = target
-        self.seeds = torch.arange(COUNT) * 7919
-        seeds = self.seeds if noise is None else stream_seeds(self.seeds, noise)
-        texts = {ROOT: torch.empty(COUNT, 0, dtype=torch.int64)}
-        tokens = torch.empty(COUNT, len(parents), dtype=torch.int64)
-        for parent in dict.fromkeys(parents):
-            children = [node for node, other in enumerate(parents) if other == parent]
-            positions = torch.full((COUNT,), POSITION + texts[parent].shape[1])
-            q = table(drafter, texts[parent])
-            sampled = [child for child in children if child not in ranked]
-            picked = sample(q, gumbel_noise(seeds, positions, VOCAB), len(sampled))
-            for rank, child in enumerate(children):
-                by_rank = q.argsort(dim=1, descending=True)[:, rank]
-                tokens[:, child] = by_rank if child in ranked else picked[:, sampled.index(child)]
-                texts[child] = torch.cat([texts[parent], tokens[:, child, None]], dim=1)
-        rows = [texts[node] for node in range(-1, len(parents))]
-        self.tokens = tokens
-        self.p, self.q = (
-            torch.stack([table(each, text) for text in rows], 1).flatten(0, 1) for each in (target, drafter)
+    def __init__(self, target, drafter, *, noise=Stream.DRAFT, ranked=()):
+        """ranked: places of tokens that are the likeliest ones, not sampled. noise: None for the target's."""
+        self.target, seeds = target, torch.arange(COUNT) * 7919
+        noise_seeds = seeds if noise is None else stream_seeds(seeds, noise)
+        text, p, q = torch.empty(COUNT, 0, dtype=torch.int64), [table(target, torch.empty(COUNT, 0))], []
+        for place in range(DRAFTED):
+            q.append(table(drafter, text))
+            noise_here = gumbel_noise(noise_seeds, torch.full((COUNT,), POSITION + place), VOCAB)
+            chosen = (q[-1].log() + (0 if place in ranked else noise_here)).argmax(dim=1)
+            text = torch.cat((text, chosen[:, None]), dim=1)
+            p.append(table(target, text))
+        self.tokens, self.p, self.q = text, torch.stack(p, 1).flatten(0, 1), torch.stack(q, 1).flatten(0, 1)
+        q_rows = np.where(
+            np.isin(np.arange(DRAFTED), ranked), DETERMINISTIC, np.arange(COUNT * DRAFTED).reshape(COUNT, -1)
         )
-        own, width = np.array(parents, np.int32), len(parents) + 1
-        is_ranked = np.isin(np.arange(len(parents)), ranked)
-        self.drafts = []
-        for index, seed in enumerate(self.seeds.tolist()):
-            row = index * width
-            q_rows = np.where(is_ranked, DETERMINISTIC, row + 1 + own)
-            draft = SampledDraft(tokens[index].numpy().astype(np.uint32), own, q_rows, row, seed, POSITION)
-            self.drafts.append(draft)
+        self.paths = SampledPaths(
+            text.flatten().numpy(), q_rows.ravel(), np.full(COUNT, DRAFTED), seeds.numpy(), np.full(COUNT, POSITION)
+        )
 
-    def verified(self, verifier=rejection):
-        return verifier.verify_by_rejection(self.drafts, self.p, self.q)
-
-    def fits(self, verdicts):
-        """Whether outputs, completed to `LENGTH` tokens, could be the target's: chi-square at one in a million."""
+    def fit(self, verifier=rejection):
+        """Whether outputs, completed to `LENGTH` tokens, could be the target's."""
+        accepted, tokens = verifier.verify_by_rejection(self.paths, self.p, self.q)
         text = torch.zeros(COUNT, LENGTH + 1, dtype=torch.int64)
-        accepted = torch.tensor([len(verdict.kept) for verdict in verdicts])
-        for row, verdict in enumerate(verdicts):
-            text[row, : len(verdict.kept)] = self.tokens[row, verdict.kept]
-        text[torch.arange(COUNT), accepted] = torch.tensor([verdict.token for verdict in verdicts])
+        text[:, :DRAFTED] = self.tokens
+        text[torch.arange(COUNT), torch.from_numpy(accepted)] = torch.from_numpy(tokens)
         generator = torch.Generator().manual_seed(1)
         for place in range(LENGTH):
-            missing = accepted < place
+            missing = torch.from_numpy(accepted < place)
             if missing.any():
                 probabilities = table(self.target, text[missing, :place])
                 text[missing, place] = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
@@ -114,10 +85,8 @@ class Drafts:
             )
         cells = (text[:, :LENGTH] * VOCAB ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
         observed = np.bincount(cells, minlength=VOCAB**LENGTH)
-        possible = expected.numpy() > 0
-        if observed[~possible].any():
-            return False
-        return chisquare(observed[possible], expected.numpy()[possible] * COUNT).pvalue > 1e-6
+        expected = COUNT * expected.numpy()
+        return not observed[expected == 0].any() and p_value(observed, expected) > SIGNIFICANCE
 
 
 def tables(kind):
@@ -136,45 +105,27 @@ def tables(kind):
     elif kind == "truncated":  # proposes tokens that the target never samples
         target = distributions(rng, prefixes, zeros=0.4)
         drafter = distributions(rng, prefixes)
-    elif kind == "second":  # the second candidate matters after a rejected first one
+    elif kind == "shifted":
         target[:], drafter = [0.1, 0.45, 0.35, 0.1], np.tile([0.4, 0.4, 0.1, 0.1], (len(target), 1))
-    elif kind == "third":  # the first two candidates are nearly always rejected
-        target[:], drafter = [0.02, 0.02, 0.5, 0.46], np.tile([0.45, 0.4, 0.14, 0.01], (len(target), 1))
     drafter /= drafter.sum(-1, keepdims=True)
     return torch.from_numpy(target), torch.from_numpy(drafter)
 
 
 @cache
-def tree_of(kind):
-    return Drafts(*tables(kind), TREE)
+def drafts_of(kind, ranked=()):
+    return Drafts(*tables(kind), ranked=ranked)
 
 
-TABLES = ["good", "bad", "equal", "adversarial", "truncated", "second", "third"]
-REVEALING = ["second", "third", "bad", "adversarial"]
+@pytest.mark.parametrize("kind", ["good", "bad", "equal", "adversarial", "truncated", "shifted"])
+def test_outputs_have_the_targets_distribution(kind):
+    assert drafts_of(kind).fit()
 
 
-@pytest.mark.parametrize("shape", [PATH, TREE], ids=["path", "tree"])
-@pytest.mark.parametrize("kind", TABLES)
-def test_outputs_have_the_targets_distribution(kind, shape):
-    drafts = tree_of(kind) if shape is TREE else Drafts(*tables(kind), PATH)
-    verdicts = drafts.verified()
-    assert drafts.fits(verdicts)
-    if kind == "equal" and shape is PATH:
-        assert all(len(verdict.kept) == len(PATH) for verdict in verdicts)
-
-
-@pytest.mark.parametrize("ranked", [range(len(TREE)), [0, 2], [1, 3, 5]], ids=["all", "first", "second"])
-@pytest.mark.parametrize("kind", ["good", "second"])
+@pytest.mark.parametrize("ranked", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("kind", ["good", "bad"])
 def test_deterministic_candidates(kind, ranked):
-    """Deterministic candidates alone, and before and after sampled siblings; some are the same token."""
-    drafts = Drafts(*tables(kind), TREE, ranked=ranked)
-    assert drafts.fits(drafts.verified())
-
-
-def test_a_second_candidate_raises_acceptance():
-    one, three = Drafts(*tables("adversarial"), [ROOT]), tree_of("adversarial")
-    accepted = [sum(len(verdict.kept) > 0 for verdict in drafts.verified()) for drafts in (one, three)]
-    assert accepted[1] > 1.2 * accepted[0]
+    """Deterministic candidates alone, and before and after sampled tokens."""
+    assert drafts_of(kind, ranked).fit()
 
 
 def planted(old, new):
@@ -186,22 +137,17 @@ def planted(old, new):
     return module
 
 
-ACCEPTS = "self._thresholds[node] * self._q[node] * self.q_scale < target"
 FAULTS = {
-    "accepts with p": (ACCEPTS, "self._thresholds[node] < target"),
-    "accepts with q / p": (ACCEPTS, "self._thresholds[node] * target < self._q[node] * self.q_scale"),
-    "residual from p": ("(target - drafter).clamp(min=0)", "target.clone()"),
-    "residual from |p - q|": ("(target - drafter).clamp(min=0)", "(target - drafter).abs()"),
-    "residual not normalized": ("rest / torch.where(total > 0, total, 1)", "rest"),
-    "residual of the first rejection": ("torch.where(is_first[:, None], target, residual)", "target"),
-    "p stays for the next candidate": ("self.residual if self.rejections else self._p[node]", "self._p[node]"),
-    "q stays for the next candidate": ("(1 / left if left > 0 else 0.0)", "1.0"),
-    "own token from p": ("[walk.rejections > 0 for", "[False for"),
-    "own token from the row before": ("+ 1 + (self.path[-1] if self.path else ROOT)", "+ len(self.path[1:])"),
+    "accepts with p": ("thresholds * drafter < target", "thresholds < target"),
+    "accepts with q / p": ("thresholds * drafter < target", "thresholds * target < drafter"),
+    "residual from p": ("(p - drafter).clamp(min=0)", "p.clone()"),
+    "residual from |p - q|": ("(p - drafter).clamp(min=0)", "(p - drafter).abs()"),
+    "own token from p": ("accepted < paths.lengths", "accepted < 0"),
+    "own token from the row before": ("starts + np.arange(len(starts)) + accepted", "starts + np.arange(len(starts))"),
     "probability from another row of q": ("q[q_rows.clamp(min=0), tokens]", "q[(q_rows - 1).clamp(min=0), tokens]"),
-    "residual with another row of q": ("max(0, int(walk.draft.q_rows[walk.rejected]))", "0"),
-    "one number for all siblings": ("ranks.append(children[parent])", "ranks.append(0)"),
-    "one number for all depths": ("draft.position + np.array(depths", "draft.position + 0 * np.array(depths"),
+    "residual with another row of q": ("q[q_rows.clamp(min=0)].to(p)", "q[q_rows * 0].to(p)"),
+    "one number for all seeds": ("stream_seeds(seeds, Stream.ACCEPT)", "stream_seeds(0 * seeds, Stream.ACCEPT)"),
+    "one number for all depths": ("paths.positions[owner] + places", "paths.positions[owner]"),
     "the drafter's noise": ("stream_seeds(seeds, Stream.ACCEPT)", "stream_seeds(seeds, Stream.DRAFT)"),
 }
 
@@ -209,76 +155,66 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault):
     verifier = planted(*FAULTS[fault])
-    assert not all(drafts.fits(drafts.verified(verifier)) for kind in REVEALING for drafts in [tree_of(kind)])
+    assert not all(drafts_of(kind).fit(verifier) for kind in ("shifted", "bad", "adversarial"))
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("torch.zeros_like(target).scatter(1, tokens, 1)", "torch.zeros_like(target)"),
+        ("torch.zeros_like(p).scatter(1, tokens[:, None], 1)", "torch.zeros_like(p)"),
         ("torch.where(q_rows == DETERMINISTIC, drafter,", "torch.where(q_rows == -2, drafter,"),
     ],
     ids=["stays in p", "accepted as if sampled"],
 )
 def test_planted_faults_of_deterministic_candidates_are_caught(old, new):
-    drafts = Drafts(*tables("second"), TREE, ranked=[0, 2])
-    assert not drafts.fits(drafts.verified(planted(old, new)))
+    assert not drafts_of("good", (0,)).fit(planted(old, new))
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "how"),
-    [("second", PATH, {"noise": None}), ("bad", TREE, {"sample": sampled_with_replacement})],
-    ids=["the target's noise", "with replacement"],
-)
-def test_drafters_that_sample_wrongly_are_caught(kind, shape, how):
-    drafts = Drafts(*tables(kind), shape, **how)
-    assert not drafts.fits(drafts.verified())
+def test_drafts_with_the_targets_noise_are_caught():
+    assert not Drafts(*tables("shifted"), noise=None).fit()
 
 
 @st.composite
 def problems(draw):
-    """A tree, its distributions, candidates, a seed and a position."""
-    size = draw(st.integers(0, 7))
-    parents = [draw(st.integers(ROOT, node - 1)) for node in range(size)]
+    """A path, whether each token was sampled, its distributions, a seed and a position."""
+    size = draw(st.integers(0, 5))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     p, q = (distributions(rng, (size + 1,), zeros=0.3) for _ in range(2))
     if draw(st.booleans()):
         q = p.copy()
-    tokens, sampled, left = [], [], q.copy()
-    for parent in parents:
-        sampled.append(draw(st.booleans()) and left[parent + 1].sum() > 1e-9)
-        if sampled[-1]:
-            tokens.append(int(rng.choice(VOCAB, p=left[parent + 1] / left[parent + 1].sum())))
-            left[parent + 1, tokens[-1]] = 0
-        else:
-            tokens.append(int(rng.integers(VOCAB)))
-    return parents, tokens, sampled, p, q, draw(st.integers(-1000, 1000)), draw(st.integers(0, 1000))
+    sampled = [draw(st.booleans()) for _ in range(size)]
+    tokens = [int(rng.choice(VOCAB, p=q[place]) if sampled[place] else rng.integers(VOCAB)) for place in range(size)]
+    return tokens, sampled, p, q, draw(st.integers(-1000, 1000)), draw(st.integers(0, 1000))
 
 
-def randomness(seed, position):
+def naive(tokens, sampled, p, q, seed, position):
+    """One token after the other: the number of accepted ones, and the target's token after them."""
     seeds = torch.tensor([seed])
-
-    def uniform(depth, rank):
-        at = torch.tensor([position + depth])
-        return float(uniforms(stream_seeds(seeds, Stream.ACCEPT), at, torch.tensor([rank]))[0])
-
-    return uniform, lambda depth: gumbel_noise(seeds, torch.tensor([position + depth]), VOCAB)[0].tolist()
+    for place in range(len(tokens) + 1):
+        at, weights = torch.tensor([position + place]), p[place]
+        if place < len(tokens):
+            token = tokens[place]
+            drafter = q[place] if sampled[place] else np.eye(VOCAB)[token]
+            if float(uniforms(stream_seeds(seeds, Stream.ACCEPT), at, at * 0)) * drafter[token] < p[place, token]:
+                continue
+            rest = np.maximum(p[place] - drafter, 0)
+            weights = rest if rest.any() else weights
+        with np.errstate(divide="ignore"):
+            return place, int((np.log(weights) + gumbel_noise(seeds, at, VOCAB)[0].numpy()).argmax())
+    raise AssertionError
 
 
 @settings(max_examples=150)
 @given(st.lists(problems(), min_size=1, max_size=4))
 def test_drafts_are_verified_like_by_the_slow_twin(batch):
-    drafts, row = [], 0
-    for parents, tokens, sampled, _, _, seed, position in batch:
-        own = np.array(parents, np.int32)
-        q_rows = np.where(np.array(sampled, bool), row + 1 + own, DETERMINISTIC)
-        drafts.append(SampledDraft(np.array(tokens, np.uint32), own, q_rows, row, seed, position))
-        row += 1 + len(parents)
-    p, q = (torch.from_numpy(np.concatenate([problem[field] for problem in batch])) for field in (3, 4))
-    verdicts = rejection.verify_by_rejection(drafts, p, q)
-    for verdict, (parents, tokens, sampled, own_p, own_q, seed, position) in zip(verdicts, batch, strict=True):
-        path, token = naive.verify_tree(
-            tokens, parents, sampled, own_p.tolist(), own_q.tolist(), *randomness(seed, position)
-        )
-        assert verdict.kept.tolist() == path
-        assert verdict.token == token
+    tokens, sampled = ([each for problem in batch for each in problem[field]] for field in (0, 1))
+    sizes, seeds, positions = (
+        np.array(column) for column in zip(*((len(t), s, at) for t, *_, s, at in batch), strict=True)
+    )
+    q_rows = np.where(
+        np.array(sampled, bool), np.arange(len(tokens)) + np.arange(len(batch)).repeat(sizes), DETERMINISTIC
+    )
+    p, q = (torch.from_numpy(np.concatenate([problem[field] for problem in batch])) for field in (2, 3))
+    paths = SampledPaths(np.array(tokens, np.int64), q_rows, sizes, seeds, positions)
+    found = rejection.verify_by_rejection(paths, p, q)
+    assert list(zip(*(each.tolist() for each in found), strict=True)) == [naive(*problem) for problem in batch]

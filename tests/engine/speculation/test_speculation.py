@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
-from ssd.config import DrafterConfig
-from ssd.errors import UserError
 from tests.engine.chain import VOCAB, answer, chain_engine
-from tests.engine.drafters.toy import ToyDrafter
+from tests.engine.drafters.networks import new_drafter
 from tests.engine.steps import AllTokens, each_of
 from tests.engine.trees import ScriptedDrafter
 
@@ -113,16 +110,6 @@ def test_steps_in_which_drafting_does_not_pay_are_reported():
     )
 
 
-def test_drafters_that_are_not_loaded_are_refused_when_a_request_is_added():
-    [request] = asked_for({"drafters": frozenset("ac")})
-    engine = chain_engine(CONFIG, 60, NoDrafter(), drafters=("a", "b"))
-    with pytest.raises(UserError, match="'c' is not loaded"):
-        engine.add(request)
-    with pytest.raises(UserError, match="max_draft must be 0 to 4, not 5"):
-        engine.add(replace(request, drafters=None, max_draft=5))
-    assert not engine.scheduler.has_work
-
-
 @pytest.mark.parametrize("verification", ["exact", "rejection"])
 def test_distributions_of_sampled_drafts_belong_to_their_requests(model, verification):
     """Requests without drafts among them change no output."""
@@ -141,7 +128,7 @@ def test_distributions_of_sampled_drafts_belong_to_their_requests(model, verific
     )
 
     def outputs(requests, *, has_drafter=True):
-        drafter = ToyDrafter(DrafterConfig(), TargetInfo.from_model(model, config)) if has_drafter else NoDrafter()
+        drafter = new_drafter("mtp", model, config) if has_drafter else NoDrafter()
         completions = build_engine(model, config, drafter).generate(requests)
         for request, completion in zip(requests, completions, strict=True):
             assert (completion.drafted > 0) is (has_drafter and request.is_drafted)

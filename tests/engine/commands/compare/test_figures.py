@@ -16,11 +16,10 @@ from engine.commands.compare.results import (
     run_group,
 )
 from engine.config import EngineConfig
-from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
-from tests.engine.drafters.toy import ToyDrafter
+from tests.engine.drafters.networks import new_drafter
 from tests.engine.steps import each_of
 from tests.engine.trees import ScriptedDrafter
 
@@ -59,7 +58,7 @@ def test_tokens_per_step_and_acceptance_of_known_drafts(model):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_figures_equal_those_counted_from_step_reports(model, temperature):
     config = EngineConfig(max_sequences=3, draft_shape="tree")
-    engine = build_engine(model, config, ToyDrafter(None, TargetInfo.from_model(model, config), width=2))
+    engine = build_engine(model, config, new_drafter("self", model, config))
     reports = []
     outputs = run_group(engine, requests(temperature=temperature), LENGTH, reports.append)
     figures = Figures.of(outputs, LENGTH, has_loops=False)

@@ -11,30 +11,29 @@ import pytest
 
 from drafter_service.client import DrafterClient
 from engine.commands import launch
+from engine.drafters.autoregressive import AutoregressiveDrafter
 from engine.drafters.registry import KINDS
 from engine.drafters.sources import DraftSource
 from ssd.baselines.none import NoDrafter
 from ssd.budget.backoff import Backoff
 from ssd.types import ROOT
 from tests.engine.commands.generate.outputs import PROMPT, completions, records
-from tests.engine.drafters.toy import ToyDrafter
+from tests.engine.drafters.heads import make_head
 from tests.servers import served
 
 SAMPLING_DRAFTER = f"{__name__}:SamplingDrafter"
 
 
-class SamplingDrafter(ToyDrafter):
+class SamplingDrafter(AutoregressiveDrafter):
     """A third-party drafter that samples its tokens; the option `depth` is the number of tokens."""
 
     def __init__(self, config, target):
-        super().__init__(config, target, depth=int(config.options.get("depth", 3)))
+        depth = int(config.options.get("depth", 3))
+        super().__init__(make_head("mtp", target.model), depth=depth, has_trees=False, source=DraftSource.OTHER)
 
 
-class TwoSources(ToyDrafter):
-    """Drafts 2 tokens, as if the first came from an MTP layer and the second from a network without a known source."""
-
-    def __init__(self, config, target):
-        super().__init__(config, target, depth=2)
+class TwoSources(SamplingDrafter):
+    """Drafts as if the first token came from an MTP layer and the others from a network without a known source."""
 
     def propose(self, plan):
         drafts = super().propose(plan)
@@ -87,8 +86,7 @@ def test_verification_by_rejection(run, model_folder, tmp_path):
 def test_drafts_are_reported_by_source(run, model_folder, tmp_path):
     kind = f"{__name__}:TwoSources"
     arguments = ("--out", tmp_path / "out", "--max-tokens", 30, "--ignore-eos", PROMPT, PROMPT)
-    # One at a time, since the toy drafts equally many tokens for all sequences of a step.
-    code, _, err = run("generate", "--model", model_folder, "--drafter", kind, "--max-sequences", 1, *arguments)
+    code, _, err = run("generate", "--model", model_folder, "--drafter", kind, *arguments)
     assert code == 0, err
     drafts = [record["draft"] for record in records(tmp_path / "out")]
     assert [list(draft["by_source"]) for draft in drafts] == [["mtp", "other"]] * 2

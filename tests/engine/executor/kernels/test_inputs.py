@@ -6,20 +6,58 @@ import torch
 from engine.executor.device_state import DeviceState, PaddedDrafts
 from engine.executor.kernels import inputs as inputs_module
 from engine.executor.kernels.inputs import build_inputs
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
-from tests.engine.executor.kernels.device_steps import (
-    PAGE_SIZE,
-    PAGES,
-    new_sequence,
-    padded_drafts,
-    random_entries,
-    state_of,
-)
-from tests.engine.steps import batch_of, spans_of
-from tests.engine.tables import give_pages
+from tests.engine.steps import Entry, batch_of, spans_of
+from tests.engine.tables import give_pages, install
 
+VOCAB = 3
+"""Number of token ids; few, so that drafts are often right."""
+PAGE_SIZE = 4
+PAGES = 400
+"""Number of pages; the scratch page follows them."""
+MAX_LENGTH = 40
 SCRATCH = PAGES * PAGE_SIZE
+
+
+def new_sequence(rng):
+    """A sequence whose prompt is computed except for its last token; every second one replays a recorded output."""
+    prompt = rng.integers(0, VOCAB, rng.integers(1, 12)).astype(np.uint32)
+    sampling = SamplingParams(temperature=1.0, seed=int(rng.integers(-(1 << 62), 1 << 62)))
+    recorded = rng.integers(0, VOCAB, len(prompt)).astype(np.uint32) if sampling.seed % 2 else None
+    sequence = Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + int(rng.integers(1, 20)))
+    sequence.computed = len(prompt) - 1
+    return sequence
+
+
+def random_entries(sequences, rng, max_draft):
+    """Plan the last token of each sequence, and a draft for which it has room."""
+    entries = []
+    for sequence in sequences:
+        size = int(rng.integers(0, min(max_draft, sequence.room - 1) + 1))
+        draft = rng.integers(0, VOCAB, size).astype(np.uint32)
+        entries.append(Entry(sequence, sequence.computed, 1, draft))
+    return entries
+
+
+def state_of(sequences, device):
+    """A state that holds the sequences, and their request slots, int64 [B]."""
+    slots = list(range(len(sequences)))[::-1]
+    state = DeviceState(len(sequences) + 1, MAX_LENGTH, MAX_LENGTH // PAGE_SIZE, PAGES, torch.device(device))
+    for slot, sequence in zip(slots, sequences, strict=True):
+        install(state, slot, sequence)
+    return state, torch.tensor(slots, dtype=torch.int64, device=device)
+
+
+def padded_drafts(entries, max_draft, device, *, rng):
+    """The drafts as the device gets them: random tokens as padding, and drafts longer than a sequence has room for."""
+    tokens = rng.integers(0, VOCAB, (len(entries), max_draft)).astype(np.int32)
+    lengths = np.zeros(len(entries), np.int32)
+    for index, entry in enumerate(entries):
+        size = len(entry.draft)
+        tokens[index, :size] = entry.draft
+        lengths[index] = max_draft if size == entry.sequence.room - 1 else size
+    return PaddedDrafts(*(torch.from_numpy(array).to(device) for array in (tokens, lengths)))
 
 
 def random_step(seed, device):
@@ -88,7 +126,7 @@ def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
 
 
 def test_pages_are_appended_where_each_table_ends():
-    state = DeviceState.empty(3, 20, 6, PAGES, torch.device("cpu"))
+    state = DeviceState(3, 20, 6, PAGES, torch.device("cpu"))
     for added in ([[2, 2, 0], [0, 1, 0], [7, 8, 1]], [[0, 0, 0, 2], [1, 2, 3, 2], [4, 5, 6, 9]], [[], [], []]):
         slots, places, pages = np.array(added, int)
         state.add_pages(np.stack((slots * 6 + places, pages)))

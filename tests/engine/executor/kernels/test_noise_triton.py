@@ -1,13 +1,31 @@
 """Compare random numbers of kernels and GPUs with those of PyTorch on the CPU."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
+from engine.executor.kernels.dispatch import kernel
+from engine.executor.kernels.sample import gumbel, gumbel_bound, key
 from engine.sampling.noise import gumbel_noise, mix64, uniforms
-from tests.engine.executor.kernels import noise_kernel
 from tests.engine.executor.kernels.implementations import on, require_interpreter
 
+if TYPE_CHECKING:
+    import triton.language as tl
+
 ROWS, COLUMNS = 50, 1000
+
+
+@kernel()
+def fill(seeds, positions, noise, bounds, size, BLOCK: tl.constexpr):  # noqa: N803
+    """Write keyed noise and its bounds, one row per seed and position."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    own = key(tl.load(seeds + row).to(tl.uint64), tl.load(positions + row))
+    tl.store(noise + row * size + column, gumbel(own, column), mask=column < size)
+    tl.store(bounds + row * size + column, gumbel_bound(own, column), mask=column < size)
 
 
 def random_keys(count=2000):
@@ -32,7 +50,7 @@ def filled(device):
     """Noise and bounds of the kernel, and noise of PyTorch, float32 [ROWS, COLUMNS] each."""
     seeds, positions = (column[:ROWS].to(device) for column in random_keys())
     noise, bounds = (torch.empty(ROWS, COLUMNS, device=device) for _ in range(2))
-    noise_kernel.fill[(ROWS,)](seeds, positions, noise, bounds, COLUMNS, 1024)
+    fill[(ROWS,)](seeds, positions, noise, bounds, COLUMNS, 1024)
     return noise.cpu(), bounds.cpu(), gumbel_noise(seeds, positions, COLUMNS).cpu()
 
 

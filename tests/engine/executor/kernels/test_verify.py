@@ -34,7 +34,7 @@ def random_rows(data):
 def test_ragged_rows_are_verified_like_the_naive_twin(implementation, data):
     tokens, starts, counts, target = random_rows(data)
     device, batch = implementation.device, len(starts)
-    state = DeviceState.empty(batch, 20, 1, 0, device)
+    state = DeviceState(batch, 20, 1, 0, device)
     lengths = data.draw(st.lists(st.integers(0, 12), min_size=batch, max_size=batch))
     state.lengths[:batch] = torch.tensor(lengths, device=device)
     slots = [index if count else state.idle for index, count in enumerate(counts)]
