@@ -11,7 +11,6 @@ import contextlib
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -152,11 +151,11 @@ class StreamError(grpc.RpcError):  # type: ignore[misc]
 class SocketStream:
     """A `Stream` over a connected socket."""
 
-    def __init__(self, connection: socket.socket, authorization: str, poll_s: float = 0.0) -> None:
-        """Take ownership of the connection, even if this raises OSError. poll_s: see `DrafterClient`."""
+    def __init__(self, connection: socket.socket, authorization: str) -> None:
+        """Take ownership of the connection, even if this raises OSError."""
         self.failure: StreamError | WireError | None = None
         """See `Stream.failure`."""
-        self._socket, self._poll_s = connection, poll_s
+        self._socket = connection
         try:
             connection.setblocking(False)
             self._wake_sender, self._wake_receiver = socket.socketpair()
@@ -214,11 +213,6 @@ class SocketStream:
         timeout_s = max(0.0, timeout_s)
         if self._is_over:
             return self._closed.wait(timeout_s)
-        if self._poll_s:
-            polled_s = min(timeout_s, self._poll_s)
-            if self._poll(polled_s):
-                return True
-            timeout_s -= polled_s
         # `poll` takes 2 us less than `select`, but counts milliseconds.
         if self._readable.poll(int(timeout_s * 1e3)):
             return True
@@ -226,14 +220,6 @@ class SocketStream:
             return any(select.select([self._socket], [], [], timeout_s % 1e-3))
         except (ValueError, OSError):  # Too many open files for select, or the stream was closed just now.
             return self._closed.wait(0) or bool(self._readable.poll(1))
-
-    def _poll(self, limit_s: float) -> bool:
-        """Wait by polling, at most for a time; see `wait`."""
-        until = time.monotonic() + limit_s
-        while time.monotonic() < until:
-            if self._readable.poll(0):
-                return True
-        return False
 
     def watch(self) -> None:
         """Wake `pump`."""
