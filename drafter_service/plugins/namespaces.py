@@ -1,4 +1,4 @@
-"""The drafters of a host: one per namespace, since a client of the sidecar has one namespace."""
+"""The drafters of a host: one per namespace, since a client of the sidecar has one namespace; reports of lost ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from drafter_service.client import DrafterClient
 from drafter_service.client.protocol import Welcome
-from drafter_service.plugins.log import ConnectionLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.settings import EMBEDDED, PluginSettings
 from drafter_service.transport.wire import MAX_STEP_TIMES
@@ -43,6 +42,42 @@ class Namespace:
     """The host's steps since the drafter was last called."""
     drafting_s: float = 0.0
     """Seconds that the drafter has taken for the host's current step."""
+
+
+class ConnectionLog:
+    """Reports a loss that concerns several connections once, and its end once. Any thread may call it."""
+
+    def __init__(self, address: str, report: Callable[[str], None], *, has_copy: bool = False) -> None:
+        """address: the drafter's. report: writes a message to the host's log. has_copy: see `PluginSettings`."""
+        self._address = address
+        self._has_copy = has_copy
+        self._report = report
+        self._reasons: set[str] = set()
+        """Reported reasons since a connection last worked again."""
+        self._is_lost = False
+        """Whether one of them is not a refusal."""
+        self._lock = threading.Lock()
+
+    def lost(self, reason: str, is_refused: bool) -> None:
+        """Record that a connection was lost. is_refused: whether the service refuses it for good."""
+        with self._lock:
+            if reason in self._reasons or (self._is_lost and not is_refused):
+                return
+            self._reasons.add(reason)
+            self._is_lost |= not is_refused
+        rest = "without drafts"
+        if self._has_copy:
+            rest = "with drafts from the copy for at most 30 s, then from running requests"
+        self._report(f"no connection to the drafter at {self._address} ({reason}); continuing {rest}")
+
+    def resumed(self) -> None:
+        """Record that a lost connection works again."""
+        with self._lock:
+            is_reported = bool(self._reasons)
+            self._reasons.clear()
+            self._is_lost = False
+        if is_reported:
+            self._report(f"reconnected to the drafter at {self._address}; drafting resumes")
 
 
 class HostNamespaces:

@@ -16,10 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from drafter_service.plugins.log import HostLog, untested
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import host_settings, look_for_sidecar
+from drafter_service.plugins.settings import HostLog, host_settings, look_for_sidecar, untested
 from ssd.budget.padding import Padding
 
 LOG = HostLog("tensorrt_llm")

@@ -3,7 +3,7 @@
 import pytest
 
 from drafter_service.client.copies import TRUSTED_S
-from drafter_service.plugins.log import ConnectionLog
+from drafter_service.plugins.namespaces import ConnectionLog
 
 LOST = "no connection to the drafter at unix:/run/ssd.sock ({}); continuing without drafts"
 RESUMED = "reconnected to the drafter at unix:/run/ssd.sock; drafting resumes"
