@@ -35,9 +35,8 @@ class Stream(Protocol):
     until the end. Calls other than `wait` and `pump` are made with a lock held.
     """
 
-    @property
-    def failure(self) -> Exception | None:
-        """Reason of the end, None if normal. Valid after `pump` has returned and all responses were received."""
+    failure: Exception | None = None
+    """Reason of the end, None if normal. Valid after `pump` has returned and all responses were received."""
 
     def send(self, request: bytes) -> None:
         """Send a request, or queue it; never waits."""
@@ -52,7 +51,8 @@ class Stream(Protocol):
         """Wait until there may be a response, or the stream is closed; return False after the timeout."""
 
     def watch(self) -> None:
-        """Make `pump` report outstanding responses, for which no other thread waits."""
+        """Make `pump` report outstanding responses, for which no other thread waits, if it does not report all."""
+        return
 
     def pump(self, on_arrival: Callable[[], None]) -> None:
         """Run the stream until its end. Calls `on_arrival` when there may be responses to receive."""
@@ -64,15 +64,14 @@ class Stream(Protocol):
         """Release all resources, and end the waits of other threads."""
 
     def abandon(self) -> None:
-        """Release resources in a forked child, as far as this does not affect the parent's stream."""
+        """Release resources in a forked child, where that is safe: gRPC's descriptors remain open."""
+        return
 
 
-class GrpcStream:
+class GrpcStream(Stream):
     """A `Stream` over a gRPC channel."""
 
     def __init__(self, channel: grpc.Channel, metadata: Sequence[tuple[str, str]]) -> None:
-        self.failure: grpc.RpcError | None = None
-        """See `Stream.failure`."""
         self._channel = channel
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         self._responses: SimpleQueue[bytes] = SimpleQueue()
@@ -104,9 +103,6 @@ class GrpcStream:
             return True
         return False
 
-    def watch(self) -> None:
-        """Do nothing: `pump` reports every response."""
-
     def pump(self, on_arrival: Callable[[], None]) -> None:
         """Queue the responses that gRPC yields."""
         try:
@@ -128,9 +124,6 @@ class GrpcStream:
         self._channel.close()
         self._arrivals.put(None)
 
-    def abandon(self) -> None:
-        """Do nothing: gRPC's calls are not safe in a forked child, so its descriptors remain open."""
-
 
 class StreamError(grpc.RpcError):  # type: ignore[misc]
     """The status of a stream that did not end normally, as gRPC would report it."""
@@ -148,13 +141,11 @@ class StreamError(grpc.RpcError):  # type: ignore[misc]
         return self._details
 
 
-class SocketStream:
+class SocketStream(Stream):
     """A `Stream` over a connected socket."""
 
     def __init__(self, connection: socket.socket, authorization: str) -> None:
         """Take ownership of the connection, even if this raises OSError."""
-        self.failure: StreamError | WireError | None = None
-        """See `Stream.failure`."""
         self._socket = connection
         try:
             connection.setblocking(False)
