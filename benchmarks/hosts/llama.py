@@ -30,7 +30,6 @@ PYTHON_METHODS = (
     *(f"prompt-lookup-{length}" for length in LOOKUPS),
     "ssd-embedded",
     "ssd",
-    "ssd-polling",
     "ssd-replica",
 )
 SERVER_FLAGS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import monotonic
 from typing import TYPE_CHECKING, NoReturn
@@ -45,10 +45,6 @@ COUNTERS_EVERY = 64
 """Number of batches between two messages with counters."""
 
 NO_IDS: frozenset[int] = frozenset()
-
-Subset = np.ndarray | slice
-"""Some sequences of a batch: their indices, int64 [A], or a slice."""
-ALL, NONE = slice(None), slice(0)
 
 
 @dataclass(frozen=True)
@@ -140,8 +136,8 @@ class Turn:
     """uint32 [B]: number of tokens of each sequence's draft: the last one, and after the turn the new one."""
     limits: np.ndarray
     """uint32 [B]: maximum number of draft tokens."""
-    requested: Subset = field(default_factory=lambda: NONE)
-    """The sequences of the batch whose drafts were requested."""
+    requested: np.ndarray | None = None
+    """Indices of the sequences whose drafts were requested, int64 [A]; None: all."""
     request: Pending | None = None
     """None if none was sent."""
 
@@ -159,7 +155,6 @@ class Protocol:
         self._shadow = shadow
         self._name = secrets.token_hex(16)
         """Prefix of generated request names."""
-        self._has_connected = False
         self._started = 0
         self._batches = 0
         self._vocab_size = hello.model.vocab_size
@@ -219,7 +214,7 @@ class Protocol:
             progress = replace(progress, step_times=[*self._unsent_times, *progress.step_times])
         self._unsent_times = ()
         if may_request and sequences and behind.isdisjoint(sequences):
-            self._request_drafts(turn, ALL, progress, turn.wire_ids)
+            self._request_drafts(turn, None, progress, turn.wire_ids)
             for sequence, tokens in zip(sequences, _split(progress), strict=True):
                 sequence.text += tokens
             return turn
@@ -320,9 +315,8 @@ class Protocol:
         if welcome.protocol != PROTOCOL:
             raise RefusedError(f"it does not use protocol {PROTOCOL}; upgrade it to the version of this client")
         fields = {name: getattr(welcome, name) for name in Welcome.__dataclass_fields__ if name != "namespace_state"}
+        self._counters.reconnects += self.welcome is not None
         self.welcome = Welcome(**fields, namespace_state=NamespaceState.of(welcome))
-        self._counters.reconnects += self._has_connected
-        self._has_connected = True
         self.sequences.begin(welcome)
 
     def _turn_of(self, progress: Progress) -> Turn:
@@ -376,13 +370,15 @@ class Protocol:
         )
         self._request_drafts(turn, indices, part)
 
-    def _request_drafts(self, turn: Turn, subset: Subset, progress: Progress, wire_ids: bytes | None = None) -> None:
+    def _request_drafts(
+        self, turn: Turn, indices: np.ndarray | None, progress: Progress, wire_ids: bytes | None = None
+    ) -> None:
         request = pb.DraftRequest()
         batch_message(progress, wire_ids, request.batch)
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())
-        turn.requested, turn.request = subset, self.pending.send(request, wants_drafts=True)
+        turn.requested, turn.request = indices, self.pending.send(request, wants_drafts=True)
 
     def _take_drafts(self, turn: Turn) -> DraftBatch | None:
         """Return the drafts of a turn; None if they have not arrived or cannot be read."""
@@ -393,16 +389,14 @@ class Protocol:
         if request.drafts is None:
             self._counters.timeouts += 1
             return None
-        limits = turn.limits[turn.requested]
+        limits = turn.limits if turn.requested is None else turn.limits[turn.requested]
         try:
             drafts, malformed = read_drafts(request.drafts, limits, self._vocab_size)
         except WireError:
             self._counters.malformed += len(limits)
             return None
         self._counters.malformed += malformed
-        if isinstance(turn.requested, slice):
-            return drafts
-        return drafts.scatter(turn.requested, len(turn.limits))
+        return drafts if turn.requested is None else drafts.scatter(turn.requested, len(turn.limits))
 
 
 def hello_message(

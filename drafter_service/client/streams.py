@@ -11,7 +11,6 @@ import contextlib
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -36,9 +35,8 @@ class Stream(Protocol):
     until the end. Calls other than `wait` and `pump` are made with a lock held.
     """
 
-    @property
-    def failure(self) -> Exception | None:
-        """Reason of the end, None if normal. Valid after `pump` has returned and all responses were received."""
+    failure: Exception | None = None
+    """Reason of the end, None if normal. Valid after `pump` has returned and all responses were received."""
 
     def send(self, request: bytes) -> None:
         """Send a request, or queue it; never waits."""
@@ -53,7 +51,8 @@ class Stream(Protocol):
         """Wait until there may be a response, or the stream is closed; return False after the timeout."""
 
     def watch(self) -> None:
-        """Make `pump` report outstanding responses, for which no other thread waits."""
+        """Make `pump` report outstanding responses, for which no other thread waits, if it does not report all."""
+        return
 
     def pump(self, on_arrival: Callable[[], None]) -> None:
         """Run the stream until its end. Calls `on_arrival` when there may be responses to receive."""
@@ -65,15 +64,14 @@ class Stream(Protocol):
         """Release all resources, and end the waits of other threads."""
 
     def abandon(self) -> None:
-        """Release resources in a forked child, as far as this does not affect the parent's stream."""
+        """Release resources in a forked child, where that is safe: gRPC's descriptors remain open."""
+        return
 
 
-class GrpcStream:
+class GrpcStream(Stream):
     """A `Stream` over a gRPC channel."""
 
     def __init__(self, channel: grpc.Channel, metadata: Sequence[tuple[str, str]]) -> None:
-        self.failure: grpc.RpcError | None = None
-        """See `Stream.failure`."""
         self._channel = channel
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         self._responses: SimpleQueue[bytes] = SimpleQueue()
@@ -105,9 +103,6 @@ class GrpcStream:
             return True
         return False
 
-    def watch(self) -> None:
-        """Do nothing: `pump` reports every response."""
-
     def pump(self, on_arrival: Callable[[], None]) -> None:
         """Queue the responses that gRPC yields."""
         try:
@@ -129,9 +124,6 @@ class GrpcStream:
         self._channel.close()
         self._arrivals.put(None)
 
-    def abandon(self) -> None:
-        """Do nothing: gRPC's calls are not safe in a forked child, so its descriptors remain open."""
-
 
 class StreamError(grpc.RpcError):  # type: ignore[misc]
     """The status of a stream that did not end normally, as gRPC would report it."""
@@ -149,14 +141,12 @@ class StreamError(grpc.RpcError):  # type: ignore[misc]
         return self._details
 
 
-class SocketStream:
+class SocketStream(Stream):
     """A `Stream` over a connected socket."""
 
-    def __init__(self, connection: socket.socket, authorization: str, poll_s: float = 0.0) -> None:
-        """Take ownership of the connection, even if this raises OSError. poll_s: see `DrafterClient`."""
-        self.failure: StreamError | WireError | None = None
-        """See `Stream.failure`."""
-        self._socket, self._poll_s = connection, poll_s
+    def __init__(self, connection: socket.socket, authorization: str) -> None:
+        """Take ownership of the connection, even if this raises OSError."""
+        self._socket = connection
         try:
             connection.setblocking(False)
             self._wake_sender, self._wake_receiver = socket.socketpair()
@@ -214,11 +204,6 @@ class SocketStream:
         timeout_s = max(0.0, timeout_s)
         if self._is_over:
             return self._closed.wait(timeout_s)
-        if self._poll_s:
-            polled_s = min(timeout_s, self._poll_s)
-            if self._poll(polled_s):
-                return True
-            timeout_s -= polled_s
         # `poll` takes 2 us less than `select`, but counts milliseconds.
         if self._readable.poll(int(timeout_s * 1e3)):
             return True
@@ -226,14 +211,6 @@ class SocketStream:
             return any(select.select([self._socket], [], [], timeout_s % 1e-3))
         except (ValueError, OSError):  # Too many open files for select, or the stream was closed just now.
             return self._closed.wait(0) or bool(self._readable.poll(1))
-
-    def _poll(self, limit_s: float) -> bool:
-        """Wait by polling, at most for a time; see `wait`."""
-        until = time.monotonic() + limit_s
-        while time.monotonic() < until:
-            if self._readable.poll(0):
-                return True
-        return False
 
     def watch(self) -> None:
         """Wake `pump`."""

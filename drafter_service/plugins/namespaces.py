@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from drafter_service.client import DrafterClient
 from drafter_service.client.protocol import Welcome
-from drafter_service.plugins.log import ConnectionLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.settings import EMBEDDED, PluginSettings
 from drafter_service.transport.wire import MAX_STEP_TIMES
@@ -54,19 +53,19 @@ class HostNamespaces:
         limits: HostLimits,
         report: Callable[[str], None],
         report_once: Callable[[str, str], None],
-        open_drafter: Callable[[str, str], HostDrafter] | None = None,
         inform: Callable[[str], None] = lambda _: None,
     ) -> None:
         """report: called with a message, from any thread, when connections are lost or work again. report_once: called
         in the same way with a kind of problem and a message, which is ignored if there was one of this kind.
-        inform: called with the namespace of requests without cache salt, once it is known. open_drafter: opens the
-        drafter of an adapter and a salt; None: as the settings say.
+        inform: called with the namespace of requests without cache salt, once it is known.
         """
-        self._open_drafter = open_drafter or self._drafter
         self._settings = settings
         self._limits = limits
         self._report, self._report_once, self._inform = report, report_once, inform
-        self._connections = ConnectionLog(settings.sidecar, report, has_copy=settings.has_copy)
+        self._reasons: set[str] = set()
+        """Reported reasons of lost connections since one last worked again."""
+        self._lock = threading.Lock()
+        """Guards them."""
         self.opened: OrderedDict[tuple[str, str], Namespace] = OrderedDict()
         """By adapter and salt, least recently used first."""
 
@@ -119,12 +118,26 @@ class HostNamespaces:
             threading.Thread(target=drafter.close, name="ssd-close", daemon=True).start()
         return True
 
-    def _is_refused(self, adapter: str, salt: str) -> bool:
-        """Return whether the service refuses the connection of a namespace."""
-        namespace = self.opened.get((adapter, salt))
-        return namespace is not None and isinstance(namespace.drafter, DrafterClient) and namespace.drafter.is_refused
+    def _lost(self, reason: str) -> None:
+        """Report that a connection was lost, unless that of another namespace was for the same reason."""
+        with self._lock:
+            is_known = reason in self._reasons
+            self._reasons.add(reason)
+        if not is_known:
+            rest = "without drafts"
+            if self._settings.has_copy:
+                rest = "with drafts from the copy for at most 30 s, then from running requests"
+            self._report(f"no connection to the drafter at {self._settings.sidecar} ({reason}); continuing {rest}")
 
-    def _drafter(self, adapter: str, salt: str) -> HostDrafter:
+    def _resumed(self) -> None:
+        """Report once that lost connections work again."""
+        with self._lock:
+            was_reported = bool(self._reasons)
+            self._reasons.clear()
+        if was_reported:
+            self._report(f"reconnected to the drafter at {self._settings.sidecar}; drafting resumes")
+
+    def _open_drafter(self, adapter: str, salt: str) -> HostDrafter:
         settings = self._settings
         shape: DraftShape = "tree" if self._limits.trees else "path"
         if settings.sidecar == EMBEDDED and settings.shadow:
@@ -145,7 +158,6 @@ class HostNamespaces:
         return connect(
             settings.sidecar,
             deadline_s=settings.deadline_s,
-            poll_s=settings.poll_s,
             model=replace(settings.model, adapter=adapter),
             namespace=namespace_name(settings, adapter, salt),
             host=settings.host,
@@ -156,8 +168,8 @@ class HostNamespaces:
             shadow=settings.shadow,
             required=False,
             on_welcome=partial(self._welcomed, is_default=not (salt or adapter)),
-            on_lost=lambda reason: self._connections.lost(reason, self._is_refused(adapter, salt)),
-            on_resumed=self._connections.resumed,
+            on_lost=self._lost,
+            on_resumed=self._resumed,
         )
 
     def _welcomed(self, welcome: Welcome, is_default: bool) -> None:

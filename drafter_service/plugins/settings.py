@@ -1,11 +1,12 @@
-"""The settings of a plug-in, which are the same in all hosts, and the identity of the model that a host serves."""
+"""The settings of a plug-in, which are the same in all hosts, and what it says of its host: model, version, log."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -61,8 +62,6 @@ class PluginSettings:
     """Folder with the model's `tokenizer.json` and `config.json`; None: the one that the host loads, if it has them."""
     deadline_s: Seconds = DEADLINE_S
     """Maximum wait for the drafts of a step, in seconds."""
-    poll_s: Annotated[float, Ge(0)] = 0.0
-    """Part of that wait in which a sidecar on the same machine is polled without sleeping, in seconds."""
     access: ClientAccess | None = None
     """TLS files and bearer token for the sidecar."""
     capacity: Annotated[int, Ge(MIN_CAPACITY), Le(MAX_CAPACITY)] = DrafterConfig.capacity
@@ -86,6 +85,17 @@ class PluginSettings:
 
 
 SETTINGS = Schema(PluginSettings, without=("model", "host"))
+
+
+class HostLog(logging.LoggerAdapter[logging.Logger]):
+    """Writes lines that begin with `ssd-drafter:`, to a logger below a host's own: its handlers and its level apply."""
+
+    def __init__(self, host_logger: str) -> None:
+        super().__init__(logging.getLogger(f"{host_logger}.ssd_drafter"))
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Return the message with its prefix."""
+        return f"ssd-drafter: {msg}", kwargs
 
 
 def host_settings(
@@ -141,6 +151,15 @@ def name_and_version(package: str) -> str:
     except PackageNotFoundError:
         installed = getattr(sys.modules.get(package), "__version__", "")
         return f"{package}/{installed}".rstrip("/")
+
+
+def untested(host: str, installed: str, tested: Sequence[str]) -> str:
+    """Return that a version of a host was not tested; "" for one of `tested`, which may lack their last number."""
+    release = installed.partition("+")[0]
+    minor, _, last = release.rpartition(".")
+    if release in tested or (minor in tested and last.isdecimal()):
+        return ""
+    return f"{host} {installed} was not tested, only {', '.join(tested)}"
 
 
 def identity_of(

@@ -16,10 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from drafter_service.plugins.log import HostLog, untested
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import host_settings, look_for_sidecar
+from drafter_service.plugins.settings import HostLog, host_settings, look_for_sidecar, untested
 from ssd.budget.padding import Padding
 
 LOG = HostLog("tensorrt_llm")
@@ -74,18 +73,27 @@ def drafter_class() -> type:
             )
             self._ssd_settings = own
             look_for_sidecar(own, LOG.warning)
-            self._ssd_drafts: RequestDrafts | None = None
+            self._ssd_session: HostSession | None = None
+            self._ssd_is_supported = True
 
         def __getstate__(self) -> dict[str, Any]:
             """Leave the connection out: each process has its own."""
-            return {**vars(self), "_ssd_drafts": None}
+            return {**vars(self), "_ssd_session": None}
 
         def prepare_draft_tokens(self, scheduled_requests: Any, resource_manager: Any = None) -> None:  # noqa: ARG002
-            """Set the drafts of the batch's requests that generate."""
-            if self._ssd_drafts is None:
-                session = HostSession(self._ssd_settings, self._ssd_limits, LOG.warning, inform=LOG.info)
-                self._ssd_drafts = RequestDrafts(session, reason_against())
-            self._ssd_drafts.prepare(scheduled_requests.generation_requests, self.max_draft_len)
+            """Set `py_draft_tokens` of the batch's requests that generate."""
+            requests = scheduled_requests.generation_requests
+            for request in requests:
+                request.py_draft_tokens = []
+            if self._ssd_session is None and self._ssd_is_supported:
+                if reason := reason_against():
+                    self._ssd_is_supported = False
+                    LOG.warning(f"{reason}; continuing without drafts")
+                    return
+                self._ssd_session = HostSession(self._ssd_settings, self._ssd_limits, LOG.warning, inform=LOG.info)
+                self._ssd_session.open()
+            if self._ssd_session is not None:
+                set_drafts(self._ssd_session, requests, self.max_draft_len)
 
         def get_max_resource_count(self) -> int:
             """Return a number that does not limit the host."""
@@ -96,59 +104,36 @@ def drafter_class() -> type:
             return 0
 
         def free_resources(self, request: Any) -> None:
-            """End a request, if it has ended."""
-            if self._ssd_drafts is not None:
-                self._ssd_drafts.free(request)
+            """End a request, unless the host only paused it: it frees the resources of both."""
+            if (session := self._ssd_session) is None:
+                return
+            with session.guarded():
+                if request.is_finished and request.py_request_id in session:
+                    end = End.CANCELLED if request.is_finished_due_to_cancellation else End.FINISHED
+                    session.finish(request.py_request_id, request.get_tokens(0), end)
 
         def shutdown(self) -> None:
             """Close the connection, or the embedded drafter."""
-            if self._ssd_drafts is not None:
-                self._ssd_drafts.close()
+            if self._ssd_session is not None:
+                self._ssd_session.close()
 
     SsdDrafter.__qualname__ = "SsdDrafter"  # pickle looks the class up by its name.
     return SsdDrafter
 
 
-class RequestDrafts:
-    """The drafts of the host's requests. Reads them, and imports none of the host's modules."""
-
-    def __init__(self, session: HostSession, reason: str) -> None:
-        """reason: why there are no drafts, or ""."""
-        self.session = session
-        self._is_enabled = not reason
-        if reason:
-            LOG.warning(f"{reason}; continuing without drafts")
-        else:
-            session.open()
-
-    def prepare(self, requests: list[Any], max_draft: int) -> None:
-        """Set `py_draft_tokens` of each request, at most `max_draft` tokens, which the host may lower as it runs."""
-        for request in requests:
-            request.py_draft_tokens = []
-        if not self._is_enabled:
-            return
-        with self.session.guarded():
-            # The host makes up requests to fill a batch.
-            running = [each for each in requests if not (each.is_attention_dp_dummy or each.is_cuda_graph_dummy)]
-            texts = [(request.py_request_id, request.get_tokens(0)) for request in running]
-            for request, (request_id, text) in zip(running, texts, strict=True):
-                if request_id not in self.session:
-                    self.session.start(request_id, text[: request.py_orig_prompt_len], options_of(request))
-            for request, draft in zip(running, self.session.draft(texts), strict=True):
-                request.py_draft_tokens = draft[:max_draft]
-                # The host pads the list itself, in place.
-                self.session.schedule({request.py_request_id: draft[:max_draft]})
-
-    def free(self, request: Any) -> None:
-        """End a request, unless the host only paused it: it frees the resources of both."""
-        with self.session.guarded():
-            if request.is_finished and request.py_request_id in self.session:
-                end = End.CANCELLED if request.is_finished_due_to_cancellation else End.FINISHED
-                self.session.finish(request.py_request_id, request.get_tokens(0), end)
-
-    def close(self) -> None:
-        """Close the session."""
-        self.session.close()
+def set_drafts(session: HostSession, requests: list[Any], max_draft: int) -> None:
+    """Set `py_draft_tokens` of each request that has a draft, at most `max_draft` tokens: the host may lower it."""
+    with session.guarded():
+        # The host makes up requests to fill a batch.
+        running = [each for each in requests if not (each.is_attention_dp_dummy or each.is_cuda_graph_dummy)]
+        texts = [(request.py_request_id, request.get_tokens(0)) for request in running]
+        for request, (request_id, text) in zip(running, texts, strict=True):
+            if request_id not in session:
+                session.start(request_id, text[: request.py_orig_prompt_len], options_of(request))
+        for request, draft in zip(running, session.draft(texts), strict=True):
+            request.py_draft_tokens = draft[:max_draft]
+            # The host pads the list itself, in place.
+            session.schedule({request.py_request_id: draft[:max_draft]})
 
 
 def options_of(request: Any) -> RequestOptions:

@@ -20,10 +20,9 @@ import numpy as np
 
 from drafter_service.client.identity import gguf_identity, vocabulary_fingerprint
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.plugins.log import HostLog, untested
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import DraftCounters, HostSession
-from drafter_service.plugins.settings import identity_of, name_and_version, read_settings
+from drafter_service.plugins.settings import HostLog, identity_of, name_and_version, read_settings, untested
 from drafter_service.plugins.step_clock import StepClock
 
 LOG = HostLog("llama_cpp")

@@ -46,8 +46,7 @@ def make_worker_class(server_args: Any) -> type:  # noqa: ARG001
 
 def check_server_args(server_args: Any) -> None:
     """Raise ValueError, before the model is loaded, for a version or arguments of the host that are not supported."""
-    from drafter_service.plugins.log import untested
-    from drafter_service.plugins.settings import look_for_sidecar, read_settings
+    from drafter_service.plugins.settings import look_for_sidecar, read_settings, untested
     from drafter_service.plugins.sglang.worker import LOG
     from ssd.config import MAX_DRAFT
     from ssd.errors import UserError

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import host_settings
+from drafter_service.plugins.settings import HostLog, host_settings
 from ssd.budget.padding import Padding
 
 LOG = HostLog("sglang.srt")

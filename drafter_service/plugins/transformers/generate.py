@@ -10,10 +10,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import DraftCounters, HostSession
-from drafter_service.plugins.settings import host_settings
+from drafter_service.plugins.settings import HostLog, host_settings
 from drafter_service.plugins.step_clock import StepClock
 from drafter_service.plugins.transformers.batch import BatchDecoder
 from drafter_service.plugins.transformers.support import decoder_of, reason_against, unsupported_version

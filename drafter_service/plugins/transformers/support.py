@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from drafter_service.plugins.log import untested
+from drafter_service.plugins.settings import untested
 
 TESTED = ("5.23", "5.24")
 """Versions of transformers, without the last number."""

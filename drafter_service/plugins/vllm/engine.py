@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from drafter_service.client.identity import ADAPTER_FILE, fingerprint, process_name
-from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import PluginSettings, host_settings, look_for_sidecar, read_settings
+from drafter_service.plugins.settings import HostLog, PluginSettings, host_settings, look_for_sidecar, read_settings
 from drafter_service.plugins.vllm.variants import NETWORKS, Variant, choose
 from drafter_service.transport.wire import MAX_ENGINE_NAME
 from ssd.budget.padding import MAX_SIZES, NO_PADDING, Padding

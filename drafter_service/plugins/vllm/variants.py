@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from drafter_service.plugins.log import untested
+from drafter_service.plugins.settings import untested
 
 OWN = "vLLM's own"
 PACKAGE = "drafter_service.plugins.vllm"

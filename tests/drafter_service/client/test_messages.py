@@ -102,18 +102,6 @@ def test_drafts_whose_arrays_do_not_fit_together_are_dropped(field, data):
     assert wire.service.texts() == [[5, 1], [5, 1]]
 
 
-def response_after(wire: Wire, **changes) -> pb.DraftResponse:
-    start(wire.client, 1, [5])
-    wire.serve()
-    response = wire.responses.pop()
-    for name, value in changes.items():
-        if name == "error":
-            response.error.CopyFrom(value)
-        else:
-            setattr(response, name, value)
-    return response
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -125,7 +113,10 @@ def response_after(wire: Wire, **changes) -> pb.DraftResponse:
 )
 def test_after_a_violation_sequences_are_registered_on_a_new_stream(changes, reason):
     wire = connected()
-    response = response_after(wire, **changes)
+    start(wire.client, 1, [5])
+    wire.serve()
+    response = wire.responses.pop()
+    response.MergeFrom(pb.DraftResponse(**changes))
     with pytest.raises(WireError, match=reason):
         wire.client.receive(response.SerializeToString())
     wire.cut()

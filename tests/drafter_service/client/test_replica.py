@@ -89,21 +89,6 @@ def has(client, first):
     return drafts(client, first) == counted(first)[8:12]
 
 
-def texts_of(corpus):
-    """Return hashes of names with times."""
-    return corpus.request_times()
-
-
-def test_a_copy_has_what_was_learned_before_and_after_it_began(service, caller, name):
-    caller.observe(name, counted(100), names=["before"])
-    with replica_of(service, name) as client:
-        eventually(lambda: has(client, 100))
-        caller.observe(name, counted(300), counted(500), names=["after", "later"])
-        eventually(lambda: has(client, 300) and has(client, 500))
-        assert set(texts_of(client.copy.corpus)) == {hash_of(each) for each in ("before", "after", "later")}
-        assert client.copy.snapshots == 1
-
-
 def test_drafts_equal_those_of_an_embedded_drafter(service, caller, name):
     other = array([token + 7 for token in TEXT])
     caller.observe(name, TEXT.tolist(), names=["text"])
@@ -334,7 +319,7 @@ def test_a_copy_catches_up_after_a_break(service, caller, name, monkeypatch):
             caller.observe(name, counted(first), names=[str(first)])
             caller.call("Forget", namespace=name, request_id=forgotten)
             eventually(lambda first=first: has(client, first))
-            eventually(lambda forgotten=forgotten: hash_of(forgotten) not in texts_of(client.copy.corpus))
+            eventually(lambda forgotten=forgotten: hash_of(forgotten) not in client.copy.corpus.request_times())
         assert not has(client, 100)
         assert client.copy.snapshots == 1
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from drafter_service.client import DrafterClient
+from drafter_service.client.copies import TRUSTED_S
 from drafter_service.client.tokenizer import TextTokenizer
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.hints import MAX_WAITING
-from drafter_service.plugins.namespaces import MAX_NAMESPACES, namespace_name
+from drafter_service.plugins.namespaces import MAX_NAMESPACES, HostNamespaces, namespace_name
 from drafter_service.plugins.options import MAX_HINT_CHARS, MAX_HINT_TOKENS, End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
@@ -27,13 +28,6 @@ from tests.servers import served
 LOOP = [1, 2, 3, 4, 5, 1, 2, 3]
 
 
-def embedded(**limits):
-    """Return a session over an embedded drafter, and the list of its reports."""
-    reports = []
-    limits = HostLimits(**{"max_draft": 8, "vocab_size": 50, **limits})
-    return HostSession(PluginSettings(sidecar="embedded", capacity=20_000), limits, reports.append), reports
-
-
 def first_draft(session, prompt=LOOP, options=None, extras=None, name="a"):
     """Start a request, and return its first draft."""
     session.start(name, prompt, options, extras)
@@ -41,10 +35,29 @@ def first_draft(session, prompt=LOOP, options=None, extras=None, name="a"):
 
 
 @pytest.fixture
-def session():
-    session, reports = embedded()
-    yield session
-    session.close()
+def reports():
+    return []
+
+
+@pytest.fixture
+def make_session(reports):
+    """Return a function that makes sessions, over an embedded drafter by default; all are closed at the end."""
+    sessions = []
+
+    def make(limits=None, **settings):
+        limits = HostLimits(**{"max_draft": 8, "vocab_size": 50, **(limits or {})})
+        settings = PluginSettings(**{"sidecar": "embedded", "capacity": 20_000, **settings})
+        sessions.append(HostSession(settings, limits, reports.append))
+        return sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+@pytest.fixture
+def session(make_session, reports):
+    yield make_session()
     assert not reports
 
 
@@ -76,10 +89,8 @@ def host():
         ({}, {"max_draft": -1}, 0),
     ],
 )
-def test_drafts_fit_the_limits(limits, options, longest):
-    session, _ = embedded(**limits)
-    assert len(first_draft(session, options=RequestOptions(**options))) == longest
-    session.close()
+def test_drafts_fit_the_limits(make_session, limits, options, longest):
+    assert len(first_draft(make_session(limits), options=RequestOptions(**options))) == longest
 
 
 def test_a_step_that_did_not_end_verified_nothing(host):
@@ -98,14 +109,13 @@ def test_an_output_that_ends_before_its_last_draft_is_learned_as_it_was_reported
     assert [(told.prompt, told.output) for told in host.drafters["", ""].learned] == [(LOOP, [4, 5, 6])]
 
 
-def test_of_too_many_requests_the_least_recently_drafted_one_is_dropped():
-    session, _ = embedded(max_requests=2)
+def test_of_too_many_requests_the_least_recently_drafted_one_is_dropped(make_session):
+    session = make_session({"max_requests": 2})
     for name in "ab":
         session.start(name, LOOP)
     session.draft([("a", LOOP)])
     session.start("c", LOOP)
     assert [name in session for name in "abc"] == [True, False, True]
-    session.close()
 
 
 def test_a_batch_is_one_call(host):
@@ -173,15 +183,6 @@ def test_the_namespace_that_was_not_used_for_longest_makes_room(host):
     assert [salt for _, salt in host.session.namespaces.opened] == [*names[2:], names[0], "next"]
 
 
-def test_sessions_of_two_users_differ():
-    ids = {
-        RequestOptions(user=user, session=session).session_id
-        for user, session in (("a", "bc"), ("ab", "c"), ("", "abc"), ("a", "b"))
-    }
-    assert len(ids) == 4
-    assert RequestOptions(user="a").session_id is None
-
-
 def test_extras_of_a_request():
     extras = {"ssd_private": True, "ssd_session": "chat", "ssd_max_draft": 2, "hints": [1], "temperature": 3, "x": None}
     for hints, expected in (("a", ("a",)), (["a", "", "b"], ("a", "b"))):
@@ -223,32 +224,27 @@ def test_rollouts_without_a_group_have_one_of_their_prompt():
         {"ssd_version": "3", "ssd_group": "a"},
     ],
 )
-def test_a_request_with_unreadable_extras_has_no_drafts(extras):
-    session, reports = embedded()
+def test_a_request_with_unreadable_extras_has_no_drafts(make_session, reports, extras):
+    session = make_session()
     assert first_draft(session, extras=extras) == []
     session.finish("a", [*LOOP, 4])
     assert first_draft(session, extras=extras, name="b") == []
     assert len(reports) == 1
     assert next(iter(extras)) in reports[0]
-    session.close()
 
 
-def test_the_drafter_gets_no_tokens_outside_the_vocabulary_of_the_models_files():
-    reports = []
-    settings = PluginSettings(sidecar="embedded", capacity=20_000, model=ModelIdentity(vocab_size=6))
-    session = HostSession(settings, HostLimits(max_draft=8, vocab_size=50), reports.append)
+def test_the_drafter_gets_no_tokens_outside_the_vocabulary_of_the_models_files(make_session, reports):
+    session = make_session(model=ModelIdentity(vocab_size=6))
     assert first_draft(session)
     assert first_draft(session, [1, 6, 1], name="b") == first_draft(session, [1, -1, 1], name="c") == []
     assert len(reports) == 1
-    session.close()
 
 
-def test_a_reused_id_with_another_prompt_has_no_drafts():
-    session, reports = embedded()
+def test_a_reused_id_with_another_prompt_has_no_drafts(make_session, reports):
+    session = make_session()
     first_draft(session)
     assert session.draft([("a", [6, *LOOP, 1, 2])]) == [[]]
     assert "prompt changed" in reports[0]
-    session.close()
 
 
 def test_a_failing_drafter_costs_drafts_of_its_requests_alone():
@@ -293,9 +289,8 @@ def test_a_drafter_that_fails_again_and_again_is_switched_off():
 
 
 @pytest.mark.parametrize("address", ["nowhere", "unix:/nonexistent/drafter.sock"])
-def test_a_missing_sidecar_costs_drafts_and_is_reported_once(address):
-    reports = []
-    session = HostSession(PluginSettings(sidecar=address, drafting="sidecar"), LIMITS, reports.append)
+def test_a_missing_sidecar_costs_drafts_and_is_reported_once(make_session, reports, address):
+    session = make_session(sidecar=address, drafting="sidecar")
     text = list(LOOP)
     for name in "ab":
         session.start(name, text)
@@ -305,15 +300,12 @@ def test_a_missing_sidecar_costs_drafts_and_is_reported_once(address):
         session.finish(name, text)
     eventually(lambda: len(reports) == 1)
     assert address in reports[0]
-    session.close()
 
 
-def test_what_a_sidecar_does_not_allow_is_reported_once(socket_address):
-    reports = []
+def test_what_a_sidecar_does_not_allow_is_reported_once(make_session, reports, socket_address):
     service = FakeService(lambda _text, limit: [1] * limit, max_draft=4, may_learn=False)
     with fake_server_thread(socket_address, service):
-        settings = PluginSettings(sidecar=socket_address, drafting="sidecar", deadline_s=10)
-        session = HostSession(settings, LIMITS, reports.append)
+        session = make_session({"max_draft": 6}, sidecar=socket_address, drafting="sidecar", deadline_s=10)
         for number in range(2):
             options = RequestOptions(salt=str(number))
             eventually(lambda: first_draft(session, options=options))  # noqa: B023
@@ -325,22 +317,19 @@ def test_what_a_sidecar_does_not_allow_is_reported_once(socket_address):
 
 
 @pytest.mark.parametrize("model", [ModelIdentity("m", "other", "", 50), ModelIdentity("m", "", "", 51)])
-def test_a_sidecar_that_refuses_a_model_is_reported_once(sidecar, model):
-    reports = []
+def test_a_sidecar_that_refuses_a_model_is_reported_once(make_session, reports, sidecar, model):
     with DrafterClient(sidecar, model=ModelIdentity("m", "abc", "", 50), namespace="n"):
-        settings = PluginSettings(sidecar=sidecar, drafting="sidecar", namespace="n", model=model)
-        session = HostSession(settings, LIMITS, reports.append)
+        session = make_session(sidecar=sidecar, drafting="sidecar", namespace="n", model=model)
         for number in range(3):
             assert first_draft(session, name=str(number)) == []
         eventually(lambda: reports)
-        session.close()
     assert len(reports) == 1
     assert "no connection to the drafter at unix:" in reports[0]
     assert ("another tokenizer" if model.tokenizer else "50 tokens, not 51") in reports[0]
 
 
-def test_calls_of_a_confused_host_do_not_raise():
-    session, reports = embedded()
+def test_calls_of_a_confused_host_do_not_raise(make_session, reports):
+    session = make_session()
     session.finish("unknown", [1])
     session.schedule({"unknown": [1]})
     assert session.draft([("unknown", [1]), ("unknown", [])]) == [[], []]
@@ -348,7 +337,6 @@ def test_calls_of_a_confused_host_do_not_raise():
     assert not reports
     session.start("a", None)
     assert len(reports) == 1
-    session.close()
 
 
 @pytest.mark.parametrize("drafting", ["sidecar", "replica"])
@@ -400,23 +388,19 @@ def test_a_sidecar_scores_the_drafts_that_a_host_withholds(sidecar):
     assert not host.reports
 
 
-def test_an_embedded_drafter_has_no_shadow_mode():
-    reports = []
-    session = HostSession(PluginSettings(sidecar="embedded", shadow=True), LIMITS, reports.append)
-    assert first_draft(session) == []
+def test_an_embedded_drafter_has_no_shadow_mode(make_session, reports):
+    assert first_draft(make_session(shadow=True)) == []
     (report,) = reports
     assert report.startswith('"shadow" needs a sidecar; ')
 
 
 @pytest.mark.parametrize("trees", [False, True])
-def test_a_sidecar_drafts_what_the_host_verifies(socket_address, trees):
+def test_a_sidecar_drafts_what_the_host_verifies(make_session, reports, socket_address, trees):
     service = FakeService()
     with fake_server_thread(socket_address, service):
-        limits = HostLimits(max_draft=8, vocab_size=50, trees=trees)
-        session = HostSession(PluginSettings(sidecar=socket_address, drafting="sidecar"), limits, pytest.fail)
-        session.open()
+        make_session({"trees": trees}, sidecar=socket_address, drafting="sidecar").open()
         eventually(lambda: service.requests)
-        session.close()
+        assert not reports
     assert SHAPES[service.requests[0].hello.draft_shape] == ("tree" if trees else "path")
 
 
@@ -436,10 +420,8 @@ def test_the_namespace_is_told_once_with_text_that_is_elsewhere(socket_address):
     assert line.endswith('set "namespace" to "b"')
 
 
-def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):
-    reports = []
-    settings = PluginSettings(sidecar=socket_address, drafting="sidecar", deadline_s=5)
-    session = HostSession(settings, LIMITS, reports.append)
+def test_a_sidecar_that_dies_costs_drafts_until_it_returns(make_session, reports, socket_address):
+    session = make_session(sidecar=socket_address, drafting="sidecar", deadline_s=5)
     arguments = ("--listen", socket_address, "--capacity", "100k")
     with served(*arguments) as process:
         eventually(lambda: first_draft(session))
@@ -451,7 +433,27 @@ def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):
     assert len(reports) <= 2
     assert all("no connection to the drafter" in report for report in reports)
     assert session.counters.failures == 0
-    session.close()
+
+
+@pytest.mark.parametrize(
+    ("drafting", "rest"),
+    [
+        ("sidecar", "without drafts"),
+        ("replica", f"with drafts from the copy for at most {TRUSTED_S:.0f} s, then from running requests"),
+    ],
+)
+def test_each_reason_of_a_lost_connection_is_reported_once_and_so_is_its_end(drafting, rest):
+    reports = []
+    settings = PluginSettings("unix:/run/ssd.sock", drafting=drafting)
+    namespaces = HostNamespaces(settings, LIMITS, reports.append, pytest.fail)
+    lost = f"no connection to the drafter at unix:/run/ssd.sock (it ended the stream); continuing {rest}"
+    refused, resumed = lost.replace("it ended the stream", "no permission"), "reconnected to the drafter at unix:/run"
+    for number in range(2):
+        for reason in ("it ended the stream", "no permission", "it ended the stream"):
+            namespaces._lost(reason)
+        for _ in range(2):
+            namespaces._resumed()
+        assert reports[3 * number :] == [lost, refused, f"{resumed}/ssd.sock; drafting resumes"]
 
 
 def repeats(host, prompts):
@@ -473,10 +475,18 @@ def texts():
     return TextTokenizer(MODEL, special_as_text=True)
 
 
-def hinted(folder=MODEL):
-    """Return a session for the shipped model, and the lines that it has reported."""
-    reports, settings = [], PluginSettings(sidecar="embedded", capacity=20_000, folder=folder)
-    return HostSession(settings, HostLimits(max_draft=8, vocab_size=4096), reports.append), reports
+@pytest.fixture
+def hinted(make_session):
+    """Return a session for the shipped model."""
+    return make_session({"vocab_size": 4096}, folder=MODEL)
+
+
+@pytest.fixture
+def may_load(monkeypatch):
+    """Return an event before which no tokenizer is loaded."""
+    event, load = threading.Event(), TextTokenizer.__init__
+    monkeypatch.setattr(TextTokenizer, "__init__", lambda *args, **more: event.wait(60) and load(*args, **more))
+    return event
 
 
 def waited(session, name="a"):
@@ -486,54 +496,45 @@ def waited(session, name="a"):
 
 @pytest.mark.parametrize("hint", ["def quicksort(items, key=None):", "日本語のテキストです。", "<|endoftext|> is text"])
 @pytest.mark.parametrize("as_list", [False, True])
-def test_texts_are_hints_once_they_are_tokenized(texts, hint, as_list):
-    session, reports = hinted()
+def test_texts_are_hints_once_they_are_tokenized(hinted, reports, texts, hint, as_list):
     (tokens,) = texts.encode([hint])
     ids = tokens.tolist()
     assert texts.decode(tokens) == hint
     assert 0 not in ids
     prompt = [9, *ids[:3]]
-    session.start("a", prompt, extras={"hints": ["another text", hint] if as_list else hint})
-    waited(session)
-    assert session.draft([("a", prompt)])[0][:2] == ids[3:5]
+    hinted.start("a", prompt, extras={"hints": ["another text", hint] if as_list else hint})
+    waited(hinted)
+    assert hinted.draft([("a", prompt)])[0][:2] == ids[3:5]
     # After a text that is not what was reported, the request begins again, with its hints.
-    session.draft([("a", [*prompt, 5, 6])])
-    assert session.draft([("a", [*prompt, *ids[3:4]])])[0][:1] == ids[4:5]
-    assert (session.counters.failures, reports) == (0, [])
-    session.close()
+    hinted.draft([("a", [*prompt, 5, 6])])
+    assert hinted.draft([("a", [*prompt, *ids[3:4]])])[0][:1] == ids[4:5]
+    assert (hinted.counters.failures, reports) == (0, [])
 
 
-def test_no_step_waits_for_hints(monkeypatch):
+def test_no_step_waits_for_hints(hinted, reports, may_load):
     """The request is learned, too, if it ends before they are tokenized."""
-    may_load, load = threading.Event(), TextTokenizer.__init__
-    monkeypatch.setattr(TextTokenizer, "__init__", lambda *args, **more: may_load.wait(60) and load(*args, **more))
-    session, reports = hinted()
     hint = "def quicksort(items, key=None):"
     for name, prompt in (("a", [1, 2, 3]), ("b", [7, 8])):
-        session.start(name, prompt, extras={"hints": hint})
-    assert session.draft([("a", [1, 2, 3, 4]), ("b", [7, 8, 9])]) == [[], []]
-    session.finish("a", [1, 2, 3, 4, 5, 6])
-    assert session.draft([("b", [7, 8, 9, 10])]) == [[]]
+        hinted.start(name, prompt, extras={"hints": hint})
+    assert hinted.draft([("a", [1, 2, 3, 4]), ("b", [7, 8, 9])]) == [[], []]
+    hinted.finish("a", [1, 2, 3, 4, 5, 6])
+    assert hinted.draft([("b", [7, 8, 9, 10])]) == [[]]
     may_load.set()
-    waited(session, "b")
-    hinted_ids = session._requests["b"].hints.result()
+    waited(hinted, "b")
+    hinted_ids = hinted._requests["b"].hints.result()
     # As far into the hint as the output is.
-    assert session.draft([("b", [7, 8, 9, 10])])[0][:2] == [*hinted_ids[2:4]]
-    eventually(lambda: first_draft(session, [1, 2, 3, 4], name="c")[:2] == [5, 6])
-    assert (session.counters.steps, session.counters.failures, reports) == (5, 0, [])
-    session.close()
+    assert hinted.draft([("b", [7, 8, 9, 10])])[0][:2] == [*hinted_ids[2:4]]
+    eventually(lambda: first_draft(hinted, [1, 2, 3, 4], name="c")[:2] == [5, 6])
+    assert (hinted.counters.steps, hinted.counters.failures, reports) == (5, 0, [])
 
 
-def test_hints_of_ended_requests_are_not_tokenized_and_few_wait(monkeypatch):
-    may_load, load, encoded = threading.Event(), TextTokenizer.__init__, []
-    encode = TextTokenizer.encode
-    monkeypatch.setattr(TextTokenizer, "__init__", lambda *args, **more: may_load.wait(60) and load(*args, **more))
+def test_hints_of_ended_requests_are_not_tokenized_and_few_wait(hinted, reports, may_load, monkeypatch):
+    encoded, encode = [], TextTokenizer.encode
     monkeypatch.setattr(TextTokenizer, "encode", lambda self, texts: encoded.extend(texts) or encode(self, texts))
-    session, reports = hinted()
 
     def start(number):
-        session.start(number, [1, 2, 3], extras={"hints": f"text {number}"})
-        return session._requests[number].hints
+        hinted.start(number, [1, 2, 3], extras={"hints": f"text {number}"})
+        return hinted._requests[number].hints
 
     hints = [start(number) for number in range(MAX_WAITING + 1)]
     assert None not in hints[:-1]
@@ -541,40 +542,36 @@ def test_hints_of_ended_requests_are_not_tokenized_and_few_wait(monkeypatch):
     assert len(reports) == 1
     assert reports[0].startswith("hints that are texts are ignored while those of 64 requests wait")
     # A request without its hints has drafts, as one without any.
-    assert session._requests[MAX_WAITING].namespace is not None
+    assert hinted._requests[MAX_WAITING].namespace is not None
     for number in range(1, MAX_WAITING):
-        session.finish(number, [1, 2, 3, 4] if number % 2 else None)
+        hinted.finish(number, [1, 2, 3, 4] if number % 2 else None)
     start("a")
     start("a")  # The first one ends.
     may_load.set()
-    waited(session)
+    waited(hinted)
     assert encoded == ["text 0", "text a"]
-    assert (session.counters.failures, len(reports)) == (0, 1)
-    session.close()
+    assert (hinted.counters.failures, len(reports)) == (0, 1)
 
 
 @pytest.mark.parametrize("hints", ["日" * 10_000_000, ["a"] * 1_000_000, [7] * 1_000_000], ids=["text", "texts", "ids"])
-def test_long_hints_are_cut(hints):
-    session, reports = hinted()
-    session.start("a", [1, 2, 3], extras={"hints": hints})
-    request = session._requests["a"]
+def test_long_hints_are_cut(hinted, reports, hints):
+    hinted.start("a", [1, 2, 3], extras={"hints": hints})
+    request = hinted._requests["a"]
     if request.hints is not None:
         assert sum(map(len, request.options.hint_texts)) <= MAX_HINT_CHARS
-        waited(session)
-        session.draft([("a", [1, 2, 3])])
+        waited(hinted)
+        hinted.draft([("a", [1, 2, 3])])
     assert 0 < len(request.options.hints) <= MAX_HINT_TOKENS
     assert reports == ["hints beyond 32,768 tokens, or 64 texts of 131,072 characters in all, are ignored"]
-    session.close()
 
 
-def test_hints_that_cannot_be_tokenized_cost_no_drafts(tmp_path):
+def test_hints_that_cannot_be_tokenized_cost_no_drafts(make_session, reports, tmp_path):
     for folder, reason in ((tmp_path, "has no tokenizer.json"), (None, "the model's folder is not known")):
-        session, reports = hinted(folder)
+        session = make_session(folder=folder)
         for name in "ab":
             session.start(name, LOOP, extras={"hints": "text"})
             waited(session, name)
             assert session.draft([(name, LOOP)])[0][:1] == [4]
-        (line,) = reports
+        line = reports.pop()
         assert line.startswith("hints that are texts are ignored: ")
         assert reason in line
-        session.close()

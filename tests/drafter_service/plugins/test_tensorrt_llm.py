@@ -90,7 +90,7 @@ def log():
 
 def test_kernels_are_compiled_before_the_first_request(drafter):
     assert prepare(drafter) == []  # As in the host's own warm-up.
-    assert drafter._ssd_drafts.session.namespaces.opened["", ""].drafter is not None
+    assert drafter._ssd_session.namespaces.opened["", ""].drafter is not None
 
 
 def prepare(drafter, *requests):
@@ -100,7 +100,7 @@ def prepare(drafter, *requests):
 
 def test_drafts_are_as_long_as_the_padding(drafter):
     prepare(drafter, Request())
-    assert drafter._ssd_drafts.session._limits.padding.lengths == (MAX_DRAFT,)
+    assert drafter._ssd_session._limits.padding.lengths == (MAX_DRAFT,)
 
 
 def step(drafter, *requests):
@@ -116,10 +116,6 @@ def step(drafter, *requests):
             drafter.free_resources(request)
 
 
-def session_of(drafter):
-    return drafter._ssd_drafts.session
-
-
 def test_methods_have_the_signatures_of_the_host(drafter_class):
     for name, theirs in {**vars(Drafter), **vars(BaseResourceManager)}.items():
         if not name.startswith("_"):
@@ -132,7 +128,7 @@ def test_the_drafter_is_sent_to_another_process(drafter):
     config = {"drafter": drafter, "resource_manager": drafter}
     copy = pickle.loads(pickle.dumps(config))
     assert copy["drafter"] is copy["resource_manager"]
-    assert copy["drafter"]._ssd_drafts is None
+    assert copy["drafter"]._ssd_session is None
     assert prepare(copy["drafter"], Request()) == [[3, 1, 2, 3]]
     copy["drafter"].shutdown()
 
@@ -148,11 +144,11 @@ def test_outputs_are_those_without_drafts_and_take_fewer_steps(drafter):
             steps += 1
         for request in requests:
             assert request.output == plain(prompts[request.py_request_id], 20)
-            assert request.py_request_id not in session_of(drafter)
+            assert request.py_request_id not in drafter._ssd_session
         counts.append(steps)
-        corpus_of(session_of(drafter))
+        corpus_of(drafter._ssd_session)
     assert counts[1] < counts[0] <= 20
-    assert session_of(drafter).counters.failures == 0
+    assert drafter._ssd_session.counters.failures == 0
 
 
 def test_padding_is_not_counted_as_verified(drafter):
@@ -161,7 +157,7 @@ def test_padding_is_not_counted_as_verified(drafter):
     request.py_draft_tokens.extend([0, 0])
     request.tokens += [3, 5]
     prepare(drafter, request)
-    counters = session_of(drafter).counters
+    counters = drafter._ssd_session.counters
     assert (counters.verified, counters.accepted) == (2, 1)
 
 
@@ -169,7 +165,7 @@ def test_a_paused_request_goes_on_and_a_cancelled_one_is_not_learned(drafter, mo
     ends = []
     request = Request()
     step(drafter, request)
-    session = session_of(drafter)
+    session = drafter._ssd_session
     finish = session.finish
     monkeypatch.setattr(session, "finish", lambda *told: (ends.append(told[2].name), finish(*told)))
     drafter.free_resources(request)  # Paused: its pages are freed, and it is not finished.
@@ -183,7 +179,7 @@ def test_a_paused_request_goes_on_and_a_cancelled_one_is_not_learned(drafter, mo
 
 def test_dummies_of_the_host_have_no_drafts(drafter):
     assert prepare(drafter, Request(0, is_attention_dp_dummy=True), Request(9, is_cuda_graph_dummy=True)) == [[], []]
-    assert 0 not in session_of(drafter)
+    assert 0 not in drafter._ssd_session
 
 
 def test_options_of_a_request():
