@@ -1,5 +1,6 @@
 """Measure other engines ("hosts") without speculation, with their own drafters, and with drafts of a sidecar: by a
-round trip for each step (ssd), and from a copy of its corpus in the host's process (ssd-replica).
+round trip for each step, in which the host sleeps (ssd) or polls (ssd-polling), and from a copy of its corpus in the
+host's process (ssd-replica).
 
     build/hosts/bin/python -m benchmarks.hosts --host vllm [--concurrency 1,4,32,128] [--out FILE]
     .venv/bin/python -m benchmarks.hosts --host transformers [--concurrency 1,8] [--out FILE]

@@ -20,6 +20,7 @@ MAX_DRAFT, NETWORK_DRAFT = 16, 4
 MAX_SEQUENCES = 128
 OWN: dict[str, dict[str, Any]] = {
     "ssd": {"drafting": "sidecar"},
+    "ssd-polling": {"drafting": "sidecar", "poll_s": 0.05},
     "ssd-replica": {"drafting": "replica"},
 }
 """Methods with our plug-ins and a sidecar, and the settings of each."""

@@ -30,6 +30,7 @@ PYTHON_METHODS = (
     *(f"prompt-lookup-{length}" for length in LOOKUPS),
     "ssd-embedded",
     "ssd",
+    "ssd-polling",
     "ssd-replica",
 )
 SERVER_FLAGS = {

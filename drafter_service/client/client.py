@@ -66,6 +66,7 @@ class DrafterClient(Drafter):
         address: str,
         *,
         deadline_s: float = DEADLINE_S,
+        poll_s: float = 0.0,
         model: ModelIdentity | None = None,
         namespace: str = "",
         host: str = "",
@@ -81,24 +82,27 @@ class DrafterClient(Drafter):
     ) -> None:
         """Connect to the service at `address`, and reconnect after each loss.
 
-        deadline_s: maximum wait for the drafts of a step. model: the served model. namespace: name of the corpus; ""
-        for the default namespace of the model. host: name and version of the engine for the service's report, such as
-        "vllm/0.32.0". engine: name of this engine in reports and metrics, of at most 128 letters, digits and characters
-        of "_.:@/-"; "": machine and process id, such as "node-3:4711". access: TLS files and bearer token. draft_shape:
-        shape of the drafts that the engine verifies; None: as the service is configured. shadow: withhold all drafts;
-        the service reports what they would have gained. required: raise UserError if no service answers, or it refuses;
-        otherwise there are no drafts until one accepts. on_welcome: called once, when one accepts. on_lost: called with
-        the reason, once for each loss of the connection. on_resumed: called after such a loss once the service has
-        answered several requests again. Raises UserError for an invalid address and for unusable files, ValueError for
-        a negative time, an unknown shape and an invalid name of an engine.
+        deadline_s: maximum wait for the drafts of a step. poll_s: time of that wait for which the step socket is polled
+        before this process sleeps, which keeps the engine's core awake and warm; it takes a core of its own. model: the
+        served model. namespace: name of the corpus; "" for the default namespace of the model. host: name and version
+        of the engine for the service's report, such as "vllm/0.32.0". engine: name of this engine in reports and
+        metrics, of at most 128 letters, digits and characters of "_.:@/-"; "": machine and process id, such as
+        "node-3:4711". access: TLS files and bearer token. draft_shape: shape of the drafts that the engine verifies;
+        None: as the service is configured. shadow: withhold all drafts; the service reports what they would have
+        gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts until one
+        accepts. on_welcome: called once, when one accepts. on_lost: called with the reason, once for each loss of the
+        connection. on_resumed: called after such a loss once the service has answered several requests again. Raises
+        UserError for an invalid address and for unusable files, ValueError for a negative time, an unknown shape and an
+        invalid name of an engine.
         """
-        if not deadline_s >= 0:
-            raise ValueError(f"deadline_s must be 0 s or more, not {deadline_s}")
+        for name, seconds in (("deadline_s", deadline_s), ("poll_s", poll_s)):
+            if not seconds >= 0:
+                raise ValueError(f"{name} must be 0 s or more, not {seconds}")
         self.address = Address.parse(address).text
         self.transport = ""
         """Transport of the connection: "socket" for the step socket, "grpc", or "" while there is none."""
         self._connector = Connector(Address.parse(address), access or ClientAccess())
-        self._deadline_s = deadline_s
+        self._deadline_s, self._poll_s = deadline_s, poll_s
         self._on_welcome: Callable[[Welcome], None] | None = on_welcome
         """None once it was called."""
         self._on_lost = on_lost
@@ -435,7 +439,7 @@ class DrafterClient(Drafter):
         """Open a stream. Raises UserError for files that have become unusable, and OSError without descriptors."""
         connection = self._connector.connect_steps(CONNECT_TIMEOUT_S)
         if connection is not None:
-            return SocketStream(connection, self._connector.authorization())
+            return SocketStream(connection, self._connector.authorization(), self._poll_s)
         return GrpcStream(self._connector.open(CHANNEL_OPTIONS), self._connector.metadata())
 
     def _receive_unless_awaited(self) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -144,9 +145,9 @@ class StreamError(grpc.RpcError):  # type: ignore[misc]
 class SocketStream(Stream):
     """A `Stream` over a connected socket."""
 
-    def __init__(self, connection: socket.socket, authorization: str) -> None:
-        """Take ownership of the connection, even if this raises OSError."""
-        self._socket = connection
+    def __init__(self, connection: socket.socket, authorization: str, poll_s: float = 0.0) -> None:
+        """Take ownership of the connection, even if this raises OSError. poll_s: see `DrafterClient`."""
+        self._socket, self._poll_s = connection, poll_s
         try:
             connection.setblocking(False)
             self._wake_sender, self._wake_receiver = socket.socketpair()
@@ -204,6 +205,11 @@ class SocketStream(Stream):
         timeout_s = max(0.0, timeout_s)
         if self._is_over:
             return self._closed.wait(timeout_s)
+        if self._poll_s:
+            polled_s = min(timeout_s, self._poll_s)
+            if self._poll(polled_s):
+                return True
+            timeout_s -= polled_s
         # `poll` takes 2 us less than `select`, but counts milliseconds.
         if self._readable.poll(int(timeout_s * 1e3)):
             return True
@@ -211,6 +217,14 @@ class SocketStream(Stream):
             return any(select.select([self._socket], [], [], timeout_s % 1e-3))
         except (ValueError, OSError):  # Too many open files for select, or the stream was closed just now.
             return self._closed.wait(0) or bool(self._readable.poll(1))
+
+    def _poll(self, limit_s: float) -> bool:
+        """Wait by polling, at most for a time; see `wait`."""
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            if self._readable.poll(0):
+                return True
+        return False
 
     def watch(self) -> None:
         """Wake `pump`."""

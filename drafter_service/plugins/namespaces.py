@@ -158,6 +158,7 @@ class HostNamespaces:
         return connect(
             settings.sidecar,
             deadline_s=settings.deadline_s,
+            poll_s=settings.poll_s,
             model=replace(settings.model, adapter=adapter),
             namespace=namespace_name(settings, adapter, salt),
             host=settings.host,

@@ -62,6 +62,8 @@ class PluginSettings:
     """Folder with the model's `tokenizer.json` and `config.json`; None: the one that the host loads, if it has them."""
     deadline_s: Seconds = DEADLINE_S
     """Maximum wait for the drafts of a step, in seconds."""
+    poll_s: Annotated[float, Ge(0)] = 0.0
+    """Part of that wait in which a sidecar on the same machine is polled without sleeping, in seconds."""
     access: ClientAccess | None = None
     """TLS files and bearer token for the sidecar."""
     capacity: Annotated[int, Ge(MIN_CAPACITY), Le(MAX_CAPACITY)] = DrafterConfig.capacity

@@ -114,18 +114,24 @@ def test_bytes_that_are_no_valid_frames_end_the_stream(pipe, data, reason):
     assert str(pipe.stream.failure) == reason
 
 
-def test_a_response_ends_the_wait(pipe):
-    for delay_s in (0.0, 0.01):
-        sending = threading.Timer(delay_s, pipe.far.send, [framed(b"response")])
-        sending.start()
-        assert pipe.stream.wait(TIMEOUT_S)
-        assert pipe.stream.receive() == [b"response"]
-        sending.join()
-
-
-def test_closing_a_stream_ends_the_waits():
+@pytest.mark.parametrize("poll_s", [0.0, 0.001, TIMEOUT_S])
+def test_a_response_ends_the_wait(poll_s):
     near, far = socket.socketpair()
-    stream = SocketStream(near, "")
+    stream = SocketStream(near, "", poll_s)
+    for delay_s in (0.0, 0.01):
+        sending = threading.Timer(delay_s, far.send, [framed(b"response")])
+        sending.start()
+        assert stream.wait(TIMEOUT_S)
+        assert stream.receive() == [b"response"]
+        sending.join()
+    stream.close()
+    far.close()
+
+
+@pytest.mark.parametrize("poll_s", [0.0, 0.001, TIMEOUT_S])
+def test_closing_a_stream_ends_the_waits(poll_s):
+    near, far = socket.socketpair()
+    stream = SocketStream(near, "", poll_s)
     assert not stream.wait(0.0)
     assert not stream.wait(0.002)
     near.close()  # As if `close` had been called after `wait` had found the stream open.
