@@ -20,7 +20,6 @@ from fastapi.responses import Response, StreamingResponse
 
 from engine.api.errors import ApiError, engine_errors, error_body
 from engine.api.fields import NamedTool
-from engine.api.messages import RequestRestarted
 from engine.api.metrics import RequestRecorder
 from engine.api.outputs import Delta, OutputText, Piece, delta_of
 from engine.api.responses import ResponseFormat, TextOffsets, chat_logprobs, completion_logprobs, prompt_offsets
@@ -254,19 +253,14 @@ async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Req
     recorder = RequestRecorder(service.metrics, requests)
     decode = service.served.tokenizer.decode
 
-    def text_of(request: Request) -> OutputText:
-        return OutputText(Detokenizer(decode, request.prompt), request.sampling.stop)
-
     try:
         service.admit(len(requests))
         with engine_errors(body.prompt_field):
             await service.check_grammar(requests[0].sampling.grammar, len(requests))
             service.admit(len(requests))  # Others may have come during the check.
-            texts = [text_of(request) for request in requests]
+            texts = [OutputText(Detokenizer(decode, each.prompt), each.sampling.stop) for each in requests]
             async with aclosing(service.engine.run(requests)) as events:
                 async for index, event in events:
-                    if isinstance(event, RequestRestarted):
-                        texts[index] = text_of(requests[index])
                     delta = delta_of(index, event, texts[index])
                     recorder.record(delta)
                     yield delta
@@ -281,7 +275,7 @@ async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Re
     completions: dict[int, Completion] = {}
     async with aclosing(_deltas(service, body, requests)) as deltas:
         async for delta in deltas:
-            pieces[delta.index] = [] if delta.is_restarted else pieces[delta.index] + delta.pieces
+            pieces[delta.index] += delta.pieces
             if delta.completion is not None:
                 completions[delta.index] = delta.completion
     return [

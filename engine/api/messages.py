@@ -35,7 +35,6 @@ class UpdateWeights:
     request_id: int
     path: str
     version: int | None
-    running: Literal["finish", "restart"]
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,6 @@ class RequestRefused:
 
     request_id: int
     reason: str
-
-
-@dataclass(frozen=True)
-class RequestRestarted:
-    """Event: the output so far was dropped, because the weights changed."""
-
-    request_id: int
 
 
 @dataclass(frozen=True)
@@ -246,8 +238,8 @@ class EngineStats:
 
 
 Command = SubmitRequest | CancelRequest | UpdateWeights | Shutdown
-OutputEvent = TokensProduced | RequestRestarted | RequestEnded
+OutputEvent = TokensProduced | RequestEnded
 """What a request that runs yields."""
-RequestEvent = RequestRestarted | RequestEnded | RequestRefused | WeightsUpdated
+RequestEvent = RequestEnded | RequestRefused | WeightsUpdated
 """Events of one request."""
 Event = EngineReady | EngineFailed | StepFinished | RequestEvent | EngineStats

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from engine.api.errors import ApiError
 from engine.api.outputs import Delta
 from engine.api.schemas import SamplingFields
 from engine.api.service import Service
@@ -72,12 +71,7 @@ class ResponseFormat(ABC, Generic[B]):
         return self._header | {"object": self.object_name, "choices": choices, "usage": self._usage()}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the chunks for a delta: one, or none if nothing in it is visible.
-
-        Raises ApiError for an output that begins again, since its first chunks cannot be taken back.
-        """
-        if delta.is_restarted:
-            raise ApiError(503, "the weights of the model changed, and the output began again; send the request again")
+        """Return the chunks for a delta: one, or none if nothing in it is visible."""
         if delta.completion is not None:
             self.completions[delta.index] = delta.completion
         choice = self.choice_of(delta, is_chunk=True)

@@ -44,7 +44,6 @@ class WeightsRequest(Body):
     path: Annotated[str, Field(min_length=1)]
     """Safetensors file, or folder of such files, on the server's machine."""
     version: Annotated[int, Field(ge=0)] | None = None
-    running: Literal["finish", "restart"] = "finish"
 
 
 class ContentPart(Body):

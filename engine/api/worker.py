@@ -25,7 +25,6 @@ from engine.api.messages import (
     Event,
     RequestEnded,
     RequestRefused,
-    RequestRestarted,
     RequestTimes,
     Shutdown,
     StepFinished,
@@ -278,7 +277,7 @@ class Worker:
             began = time.monotonic()
 
         try:
-            self._engine.update_weights(command.path, version=command.version, running=command.running, observe=observe)
+            self._engine.update_weights(command.path, version=command.version, observe=observe)
         except UserError as problem:
             self._connection.send([RequestRefused(command.request_id, str(problem))])
         else:
@@ -293,9 +292,7 @@ class Worker:
         """Send the events of a step that began at a time on the monotonic clock."""
         self._totals.step_finished(report)
         self._timer.step_finished(began, self._engine.scheduler.table.state, report)
-        events: list[Event] = [RequestRestarted(self._requests[each].request_id) for each in report.restarted]
-        if len(report.arrays.ids):
-            events.append(self._tokens_of(report))
+        events: list[Event] = [self._tokens_of(report)] if len(report.arrays.ids) else []
         for sequence_id, completion in report.finished.items():
             submitted, times = self._end(sequence_id, completion)
             if sequence_id in report.refused:

@@ -228,8 +228,7 @@ def test_requests_that_take_long_to_add_are_added_between_steps(monkeypatch):
 def test_commands_are_handled_and_tokens_sent_while_requests_finish_for_new_weights(monkeypatch):
     engine = fake_engine(NoDrafter(), None)
 
-    def update_weights(path, *, version, running, observe):
-        assert running == "finish"
+    def update_weights(path, *, version, observe):
         if path == "bad":
             raise UserError("weights that do not fit")
         while engine.has_work:
@@ -241,9 +240,9 @@ def test_commands_are_handled_and_tokens_sent_while_requests_finish_for_new_weig
         engine,
         SubmitRequest(1, request(100)),
         SubmitRequest(2, request(5)),
-        UpdateWeights(3, "good", 8, "finish"),
+        UpdateWeights(3, "good", 8),
         CancelRequest(1),
-        UpdateWeights(4, "bad", 9, "finish"),
+        UpdateWeights(4, "bad", 9),
     )
     assert [event.request_id for event in pipe.sent(RequestEnded)] == [2]
     assert {number: len(tokens_of(parts)) for number, parts in parts_of(pipe).items()} == {1: 1, 2: 5}
