@@ -32,7 +32,7 @@ class ResponseFormat(ABC, Generic[B]):
 
     def __init__(self, service: Service, body: B) -> None:
         self.requests: Sequence[Request] = ()
-        """`n` requests per prompt, in the order of the prompts; set when they begin to run."""
+        """Those of `make_requests`, set when they begin to run."""
         self.completions: dict[int, Completion] = {}
         """Completions of the outputs that have ended, by request index."""
         self.names = TokenNames(service.served.tokenizer, as_ids=body.return_tokens_as_token_ids)
@@ -45,16 +45,8 @@ class ResponseFormat(ABC, Generic[B]):
         }
 
     @abstractmethod
-    async def prompts(self) -> list[np.ndarray]:
-        """Return the token ids of all prompts, uint32 [P] each. Raises ApiError and UserError."""
-
-    @abstractmethod
-    def output_limit(self, prompt: np.ndarray) -> int:
-        """Return the maximum number of output tokens after a prompt. Raises ApiError."""
-
-    @abstractmethod
-    def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters that the fields of this endpoint determine. Raises ApiError and UserError."""
+    async def make_requests(self) -> list[Request]:
+        """Return `n` requests per prompt, in the order of the prompts. Raises ApiError and UserError."""
 
     @abstractmethod
     def first_chunks(self) -> list[dict[str, Any]]:
