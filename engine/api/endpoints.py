@@ -19,7 +19,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 
 from engine.api.errors import ApiError, engine_errors, error_body
-from engine.api.fields import NamedTool
+from engine.api.fields import Tool
 from engine.api.metrics import RequestRecorder
 from engine.api.outputs import Delta, OutputText, Piece, delta_of
 from engine.api.responses import ResponseFormat, TextOffsets, chat_logprobs, completion_logprobs, prompt_offsets
@@ -192,7 +192,7 @@ class ChatFormat(ResponseFormat[ChatRequest]):
         definition = None if body.response_format is None else body.response_format.definition
         if not body.must_call and definition is None:
             return None
-        named = body.tool_choice.name if isinstance(body.tool_choice, NamedTool) else None
+        named = body.tool_choice.name if isinstance(body.tool_choice, Tool) else None
         tools = [tool for tool in body.offered_tools if named in (None, tool.name)]
         token_ids = self._service.served.tokenizer.token_ids(form.markers)
         parallel = body.parallel_tool_calls and named is None

@@ -119,24 +119,6 @@ class Tool(Body):
         return self.model_dump(exclude_unset=True)
 
 
-class FunctionName(Body):
-    """The function that must be called."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """A `tool_choice` that requires a call of one function."""
-
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return self.function.name
-
-
 class Unsupported(NamedTuple):
     """A field that the server does not have."""
 

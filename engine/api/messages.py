@@ -114,26 +114,12 @@ class StepFinished:
             yield request_id, TokensProduced(self.tokens[start:end], accepted, visible, self.logprobs.get(index))
 
 
-@dataclass(frozen=True)
-class RequestTimes:
-    """Seconds that a request spent in each phase."""
-
-    queue: float
-    """From submission until it was scheduled."""
-    prefill: float
-    """From scheduling to the first token."""
-    decode: float
-    """From the first token to the last."""
-
-
 @dataclass(frozen=True, eq=False)
 class RequestEnded:
     """Event: a request has ended. Its tokens were sent before in `StepFinished`, unless it is a repeat."""
 
     request_id: int
     completion: Completion
-    times: RequestTimes | None = None
-    """None if the engine did not run the request."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.api.messages import OutputEvent, RequestEnded, RequestTimes
+from engine.api.messages import OutputEvent, RequestEnded
 from engine.models.tokenizer import Detokenizer
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion
@@ -37,8 +37,6 @@ class Delta:
     """Log-probabilities of `tokens`, if requested."""
     completion: Completion | None = None
     """Set in the last delta of an output."""
-    times: RequestTimes | None = None
-    """Set in the last delta of an output that the engine ran."""
 
     @property
     def text(self) -> str:
@@ -100,5 +98,5 @@ def delta_of(index: int, event: OutputEvent, text: OutputText) -> Delta:
         completion = event.completion
         pieces = text.feed(completion.content, 0) if completion.is_repeat else []
         pieces += text.finish(completion.text)
-        return Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times)
+        return Delta(index, pieces, NO_TOKENS, completion=completion)
     return Delta(index, text.feed(event.tokens[: event.visible], event.accepted), event.tokens, event.logprobs)
