@@ -20,7 +20,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -234,49 +234,37 @@ class Engine:
         source: Source,
         *,
         version: int | None = None,
-        running: Literal["finish", "restart"] = "finish",
         observe: Callable[[StepReport], None] | None = None,
     ) -> None:
         """Replace the weights of the model between two steps; requests that begin later run with the new ones.
 
         source: a state dict with the names of the checkpoint, float tensors of any float dtype on any device; or the
         path of a safetensors file, or of a folder of such files. Neither may change during the call. version: the new
-        `Engine.version`, an int >= 0; None: one more than before. running: what happens to requests that have begun.
-        `finish`: they end with the old weights, and meanwhile no other begins. `restart`: their output is dropped, and
-        they begin again. observe: called with the reports of the steps that this takes; by default the following calls
-        of `step` return them.
+        `Engine.version`, an int >= 0; None: one more than before. observe: called with the reports of the steps that
+        this takes; by default the following calls of `step` return them.
 
-        Blocks until the new weights are in use, and may be called from another thread than `step`. The prefix cache is
-        emptied; what drafters have learned from text stays. Draft heads and draft models keep their own weights; parts
-        that they share with the target change with it. Engines with the same model get the weights too, so they must
-        be idle and have no prefix cache. Raises UserError for weights that do not fit, before anything changes, and for
-        a model that cannot change, see `check_weights`.
+        Blocks until the new weights are in use, and may be called from another thread than `step`. Requests that have
+        begun end with the old weights, and meanwhile no other begins. The prefix cache is emptied; what drafters have
+        learned from text stays. Draft heads and draft models keep their own weights; parts that they share with the
+        target change with it. Engines with the same model get the weights too, so they must be idle and have no prefix
+        cache. Raises UserError for weights that do not fit, before anything changes, and for a model that cannot
+        change, see `check_weights`.
         """
-        if running not in ("finish", "restart"):
-            raise UserError(f"running must be 'finish' or 'restart', not {running!r}")
         if version is not None and version < 0:
             raise UserError(f"version must be at least 0, not {version}")
         weights = check_weights(self._models[0], source)
         with self._turns:
             if self.scheduler.is_draining:
                 raise UserError("another update of the weights is under way; wait until it is complete")
-            self._drain(running == "restart", observe or self._reports.append)
+            self._drain(observe or self._reports.append)
             self.scheduler.pages.forget()
             for model in self._models:
                 overwrite_weights(model, weights)
             self.drafter.weights_changed()
             self.version = self.version + 1 if version is None else version
 
-    def _drain(self, restart: bool, observe: Callable[[StepReport], None]) -> None:
-        """End or restart all requests that have begun, so that no step is in flight and no page is in use."""
-        if restart and (begun := self.scheduler.begun):
-            for sequence in begun:
-                self._speculation.finish(sequence, learn=False)
-                self.scheduler.remove(sequence)
-                fresh = self._intake.sequence(sequence.sequence_id, sequence.request)
-                sequence.begin(fresh.stopping, fresh.grammar)
-                self.scheduler.add(sequence)
-            observe(StepReport(restarted=[sequence.sequence_id for sequence in begun]))
+    def _drain(self, observe: Callable[[StepReport], None]) -> None:
+        """End all requests that have begun, so that no step is in flight and no page is in use."""
         self.scheduler.is_draining = True
         try:
             while self.scheduler.begun:

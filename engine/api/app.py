@@ -68,7 +68,7 @@ def _add_weights_route(app: FastAPI, service: Service, *, is_allowed: bool) -> N
         if not is_allowed:
             raise ApiError(403, "this server does not change its weights; start it with --allow-weight-updates")
         with engine_errors("path"):
-            return {"version": await service.engine.update_weights(body.path, body.version, body.running)}
+            return {"version": await service.engine.update_weights(body.path, body.version)}
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:

@@ -19,8 +19,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 
 from engine.api.errors import ApiError, engine_errors, error_body
-from engine.api.fields import NamedTool
-from engine.api.messages import RequestRestarted
+from engine.api.fields import Tool
 from engine.api.metrics import RequestRecorder
 from engine.api.outputs import Delta, OutputText, Piece, delta_of
 from engine.api.responses import ResponseFormat, TextOffsets, chat_logprobs, completion_logprobs, prompt_offsets
@@ -51,12 +50,7 @@ async def answer(
         service.check_model(body.model)
         form: ResponseFormat[Any]
         form = ChatFormat(service, body) if isinstance(body, ChatRequest) else CompletionFormat(service, body)
-        prompts, hints, sampling = await form.prompts(), await service.hints(body), form.sampling()
-        form.requests = [
-            request
-            for prompt in prompts
-            for request in service.requests(body, prompt, form.output_limit(prompt), hints, **sampling)
-        ]
+        form.requests = await form.make_requests()
         if body.stream:
             return await _streamed(_deltas(service, body, form.requests), form, http)
         return form.document(await _while_connected(_outputs(service, body, form.requests), http))
@@ -74,26 +68,23 @@ class CompletionFormat(ResponseFormat[CompletionRequest]):
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         """Offsets of the tokens of each output so far; the text sent so far may be shorter."""
 
-    async def prompts(self) -> list[np.ndarray]:
-        """See `ResponseFormat.prompts`."""
-        encode = partial(self._tokenizer.encode, add_special_tokens=self._body.add_special_tokens)
-        return [
-            await encode_in_background(partial(encode, prompt), len(prompt))
-            if isinstance(prompt, str)
-            else np.array(prompt, np.uint32)
-            for prompt in self._body.prompts
-        ]
-
-    def output_limit(self, prompt: np.ndarray) -> int:
-        """See `ResponseFormat.output_limit`."""
-        return self._service.output_limit(prompt, self._body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens")
-
-    def sampling(self) -> dict[str, Any]:
-        """See `ResponseFormat.sampling`."""
-        prompt_logprobs = self._body.logprobs if self._body.echo else None
-        if self._body.max_tokens == 0:
+    async def make_requests(self) -> list[Request]:
+        """See `ResponseFormat.make_requests`."""
+        body, service = self._body, self._service
+        encode = partial(self._tokenizer.encode, add_special_tokens=body.add_special_tokens)
+        prompt_logprobs = body.logprobs if body.echo else None
+        if body.max_tokens == 0:
             prompt_logprobs = prompt_logprobs or 0  # The engine runs a prompt without an output to score it.
-        return {"logprobs": self._body.logprobs, "prompt_logprobs": prompt_logprobs}
+        hints, requests = await service.hints(body), []
+        for given in body.prompts:
+            is_text = isinstance(given, str)
+            tokens = await encode_in_background(partial(encode, given), len(given)) if is_text else given
+            prompt = np.array(tokens, np.uint32)
+            limit = service.output_limit(prompt, body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens")
+            requests += service.requests(
+                body, prompt, limit, hints, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
+            )
+        return requests
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Return chunks with the prompts, if their texts or ids were requested."""
@@ -155,8 +146,25 @@ class ChatFormat(ResponseFormat[ChatRequest]):
         self._calls: list[CallOutput] = []
         """One per output of a chat with tools."""
 
-    async def prompts(self) -> list[np.ndarray]:
-        """See `ResponseFormat.prompts`."""
+    async def make_requests(self) -> list[Request]:
+        """See `ResponseFormat.make_requests`."""
+        body, service = self._body, self._service
+        prompt, hints = await self._prompt(), await service.hints(body)
+        grammar = body.grammar  # Before tools are read, so that an error of the schema names its field.
+        if body.offered_tools:
+            form = tool_format(service)
+            names = {tool.name for tool in body.offered_tools}
+            max_calls = None if body.parallel_tool_calls else 1
+            self._calls = [CallOutput(form, names, max_calls) for _ in range(body.n)]
+            grammar = self._tool_grammar(form) or grammar
+        given, field = body.max_completion_tokens, "max_completion_tokens"
+        if given is None:
+            given, field = body.max_tokens, "max_tokens"
+        limit = service.output_limit(prompt, given, service.window.tokens, field)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return service.requests(body, prompt, limit, hints, logprobs=logprobs, grammar=grammar)
+
+    async def _prompt(self) -> np.ndarray:
         body, chat = self._body, self._service.served.chat
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         tools = [tool.as_sent() for tool in body.offered_tools]
@@ -171,27 +179,9 @@ class ChatFormat(ResponseFormat[ChatRequest]):
             continue_final_message=body.continue_final_message,
         )  # fmt: skip
         try:
-            return [await encode_in_background(render, sum(len(str(part)) for part in (*messages, *tools)))]
+            return await encode_in_background(render, sum(len(str(part)) for part in (*messages, *tools)))
         except UserError as problem:
             raise ApiError(400, str(problem), param="messages") from None
-
-    def output_limit(self, prompt: np.ndarray) -> int:
-        """See `ResponseFormat.output_limit`."""
-        newer = self._body.max_completion_tokens
-        field = "max_completion_tokens" if newer else "max_tokens"
-        return self._service.output_limit(prompt, newer or self._body.max_tokens, self._service.window.tokens, field)
-
-    def sampling(self) -> dict[str, Any]:
-        """See `ResponseFormat.sampling`."""
-        body = self._body
-        grammar = body.grammar  # Before tools are read, so that an error of the schema names its field.
-        if body.offered_tools:
-            form = tool_format(self._service)
-            names = {tool.name for tool in body.offered_tools}
-            max_calls = None if body.parallel_tool_calls else 1
-            self._calls = [CallOutput(form, names, max_calls) for _ in range(body.n)]
-            grammar = self._tool_grammar(form) or grammar
-        return {"logprobs": (body.top_logprobs or 0) if body.logprobs else None, "grammar": grammar}
 
     def _tool_grammar(self, form: ToolFormat) -> Grammar | None:
         """Return the grammar of outputs that are calls, or either calls or the `response_format`.
@@ -202,7 +192,7 @@ class ChatFormat(ResponseFormat[ChatRequest]):
         definition = None if body.response_format is None else body.response_format.definition
         if not body.must_call and definition is None:
             return None
-        named = body.tool_choice.name if isinstance(body.tool_choice, NamedTool) else None
+        named = body.tool_choice.name if isinstance(body.tool_choice, Tool) else None
         tools = [tool for tool in body.offered_tools if named in (None, tool.name)]
         token_ids = self._service.served.tokenizer.token_ids(form.markers)
         parallel = body.parallel_tool_calls and named is None
@@ -254,19 +244,14 @@ async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Req
     recorder = RequestRecorder(service.metrics, requests)
     decode = service.served.tokenizer.decode
 
-    def text_of(request: Request) -> OutputText:
-        return OutputText(Detokenizer(decode, request.prompt), request.sampling.stop)
-
     try:
         service.admit(len(requests))
         with engine_errors(body.prompt_field):
             await service.check_grammar(requests[0].sampling.grammar, len(requests))
             service.admit(len(requests))  # Others may have come during the check.
-            texts = [text_of(request) for request in requests]
+            texts = [OutputText(Detokenizer(decode, each.prompt), each.sampling.stop) for each in requests]
             async with aclosing(service.engine.run(requests)) as events:
                 async for index, event in events:
-                    if isinstance(event, RequestRestarted):
-                        texts[index] = text_of(requests[index])
                     delta = delta_of(index, event, texts[index])
                     recorder.record(delta)
                     yield delta
@@ -281,7 +266,7 @@ async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Re
     completions: dict[int, Completion] = {}
     async with aclosing(_deltas(service, body, requests)) as deltas:
         async for delta in deltas:
-            pieces[delta.index] = [] if delta.is_restarted else pieces[delta.index] + delta.pieces
+            pieces[delta.index] += delta.pieces
             if delta.completion is not None:
                 completions[delta.index] = delta.completion
     return [

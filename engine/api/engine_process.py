@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from engine.api.messages import (
     CancelRequest,
@@ -128,13 +128,13 @@ class EngineProcess:
                     if request_id in self._streams and self.gone is None:
                         self._commands.put(CancelRequest(request_id))
 
-    async def update_weights(self, path: str, version: int | None, running: Literal["finish", "restart"]) -> int:
+    async def update_weights(self, path: str, version: int | None) -> int:
         """Replace the weights, see `Engine.update_weights`; return the new version.
 
         Raises UserError for weights that do not fit, and EngineGoneError.
         """
         with self._stream(1) as ([request_id], events):
-            self._commands.put(UpdateWeights(request_id, path, version, running))
+            self._commands.put(UpdateWeights(request_id, path, version))
             _, event = await events.get()
             _raise_failure(event)
             assert isinstance(event, WeightsUpdated)

@@ -164,7 +164,7 @@ def _message_of(error: Any) -> str:
 
 
 def _is_type_name(part: str) -> bool:
-    return part in ("str", "int", "float", "bool", "ContentPart", "NamedTool") or part.startswith(
+    return part in ("str", "int", "float", "bool", "ContentPart", "Tool") or part.startswith(
         ("list[", "dict[", "constrained-", "function-")
     )
 

@@ -35,7 +35,6 @@ class UpdateWeights:
     request_id: int
     path: str
     version: int | None
-    running: Literal["finish", "restart"]
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,6 @@ class RequestRefused:
 
     request_id: int
     reason: str
-
-
-@dataclass(frozen=True)
-class RequestRestarted:
-    """Event: the output so far was dropped, because the weights changed."""
-
-    request_id: int
 
 
 @dataclass(frozen=True)
@@ -122,26 +114,12 @@ class StepFinished:
             yield request_id, TokensProduced(self.tokens[start:end], accepted, visible, self.logprobs.get(index))
 
 
-@dataclass(frozen=True)
-class RequestTimes:
-    """Seconds that a request spent in each phase."""
-
-    queue: float
-    """From submission until it was scheduled."""
-    prefill: float
-    """From scheduling to the first token."""
-    decode: float
-    """From the first token to the last."""
-
-
 @dataclass(frozen=True, eq=False)
 class RequestEnded:
     """Event: a request has ended. Its tokens were sent before in `StepFinished`, unless it is a repeat."""
 
     request_id: int
     completion: Completion
-    times: RequestTimes | None = None
-    """None if the engine did not run the request."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +224,8 @@ class EngineStats:
 
 
 Command = SubmitRequest | CancelRequest | UpdateWeights | Shutdown
-OutputEvent = TokensProduced | RequestRestarted | RequestEnded
+OutputEvent = TokensProduced | RequestEnded
 """What a request that runs yields."""
-RequestEvent = RequestRestarted | RequestEnded | RequestRefused | WeightsUpdated
+RequestEvent = RequestEnded | RequestRefused | WeightsUpdated
 """Events of one request."""
 Event = EngineReady | EngineFailed | StepFinished | RequestEvent | EngineStats

@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards work; metrics of this project start with `ssd:`."""
+"""Prometheus metrics under vLLM's names, which its dashboards show; metrics of this project start with `ssd:`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.api.messages import CorpusSize, EngineStats, RequestTimes
+from engine.api.messages import CorpusSize, EngineStats
 from engine.api.outputs import Delta
-from engine.scheduling.request import Completion, FinishReason, Request
+from engine.scheduling.request import FinishReason, Request
 
 ENGINE = "0"
 LABELS = ("model_name", "engine")
@@ -21,14 +21,10 @@ LABELS = ("model_name", "engine")
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-PHASE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, *REQUEST_S)
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("Time from the request to its first token.", FIRST_TOKEN_S),
     "vllm:inter_token_latency_seconds": ("Time between tokens of one output.", PER_TOKEN_S),
     "vllm:e2e_request_latency_seconds": ("Time from the request to its last token.", REQUEST_S),
-    "vllm:request_queue_time_seconds": ("Time until the request was scheduled.", PHASE_S),
-    "vllm:request_prefill_time_seconds": ("Time from scheduling to the first token.", PHASE_S),
-    "vllm:request_decode_time_seconds": ("Time from the first token to the last.", PHASE_S),
 }
 TOKEN_HISTOGRAMS = {
     "vllm:request_prompt_tokens": "Tokens of the prompt.",
@@ -46,7 +42,7 @@ class Metrics:
         labels = (model, ENGINE)
         token_buckets = bucket_bounds(max_tokens)
         histograms = HISTOGRAMS | {name: (text, token_buckets) for name, text in TOKEN_HISTOGRAMS.items()}
-        self._histograms = {
+        self.histograms = {
             name: Histogram(name, text, LABELS, buckets=bounds, registry=self.registry).labels(*labels)
             for name, (text, bounds) in histograms.items()
         }
@@ -54,15 +50,7 @@ class Metrics:
             "vllm:request_success", "Requests by finish reason.", (*LABELS, "finished_reason"), registry=self.registry
         )
         # Create all series at start: `rate` misses the first event of a series that appears later.
-        self._finished = {reason: success.labels(*labels, reason.value) for reason in FinishReason}
-
-    def observe(self, name: str, value: float) -> None:
-        """Add a value to the histogram `vllm:<name>`."""
-        self._histograms[f"vllm:{name}"].observe(value)
-
-    def count_finished(self, reason: FinishReason) -> None:
-        """Count an output that has ended."""
-        self._finished[reason].inc()
+        self.finished = {reason: success.labels(*labels, reason.value) for reason in FinishReason}
 
 
 class RequestRecorder:
@@ -85,29 +73,22 @@ class RequestRecorder:
         if len(delta.tokens):
             before = self._last_token.get(delta.index)
             if before is None:
-                self._metrics.observe("time_to_first_token_seconds", now - self._began)
+                self._metrics.histograms["vllm:time_to_first_token_seconds"].observe(now - self._began)
             else:
+                per_token = (now - before) / len(delta.tokens)
                 for _ in range(len(delta.tokens)):
-                    self._metrics.observe("inter_token_latency_seconds", (now - before) / len(delta.tokens))
+                    self._metrics.histograms["vllm:inter_token_latency_seconds"].observe(per_token)
             self._last_token[delta.index] = now
         if delta.completion is not None:
-            self._metrics.observe("e2e_request_latency_seconds", now - self._began)
-            self._record_end(delta.index, delta.completion, delta.times)
+            self._metrics.histograms["vllm:e2e_request_latency_seconds"].observe(now - self._began)
+            self._metrics.finished[delta.completion.finish_reason].inc()
+            self._metrics.histograms["vllm:request_prompt_tokens"].observe(len(self._requests[delta.index].prompt))
+            self._metrics.histograms["vllm:request_generation_tokens"].observe(len(delta.completion.tokens))
 
     def record_abort(self) -> None:
         """Count all outputs that have not ended as aborted."""
         for _ in range(len(self._requests) - self._ended):
-            self._metrics.count_finished(FinishReason.ABORT)
-
-    def _record_end(self, index: int, completion: Completion, times: RequestTimes | None) -> None:
-        observe = self._metrics.observe
-        self._metrics.count_finished(completion.finish_reason)
-        observe("request_prompt_tokens", len(self._requests[index].prompt))
-        observe("request_generation_tokens", len(completion.tokens))
-        if times is not None:
-            observe("request_queue_time_seconds", times.queue)
-            observe("request_prefill_time_seconds", times.prefill)
-            observe("request_decode_time_seconds", times.decode)
+            self._metrics.finished[FinishReason.ABORT].inc()
 
 
 class EngineCollector(Collector):

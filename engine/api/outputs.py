@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.api.messages import OutputEvent, RequestEnded, RequestRestarted, RequestTimes
+from engine.api.messages import OutputEvent, RequestEnded
 from engine.models.tokenizer import Detokenizer
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion
@@ -37,10 +37,6 @@ class Delta:
     """Log-probabilities of `tokens`, if requested."""
     completion: Completion | None = None
     """Set in the last delta of an output."""
-    times: RequestTimes | None = None
-    """Set in the last delta of an output that the engine ran."""
-    is_restarted: bool = False
-    """Whether the output begins again, so that all earlier deltas of it are void; this one is empty."""
 
     @property
     def text(self) -> str:
@@ -98,11 +94,9 @@ class OutputText:
 
 def delta_of(index: int, event: OutputEvent, text: OutputText) -> Delta:
     """Return what an event adds to the output of a request; text: that of its output so far, which grows."""
-    if isinstance(event, RequestRestarted):
-        return Delta(index, [], NO_TOKENS, is_restarted=True)
     if isinstance(event, RequestEnded):
         completion = event.completion
         pieces = text.feed(completion.content, 0) if completion.is_repeat else []
         pieces += text.finish(completion.text)
-        return Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times)
+        return Delta(index, pieces, NO_TOKENS, completion=completion)
     return Delta(index, text.feed(event.tokens[: event.visible], event.accepted), event.tokens, event.logprobs)

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from engine.api.errors import ApiError
 from engine.api.outputs import Delta
 from engine.api.schemas import SamplingFields
 from engine.api.service import Service
@@ -33,7 +32,7 @@ class ResponseFormat(ABC, Generic[B]):
 
     def __init__(self, service: Service, body: B) -> None:
         self.requests: Sequence[Request] = ()
-        """`n` requests per prompt, in the order of the prompts; set when they begin to run."""
+        """Those of `make_requests`, set when they begin to run."""
         self.completions: dict[int, Completion] = {}
         """Completions of the outputs that have ended, by request index."""
         self.names = TokenNames(service.served.tokenizer, as_ids=body.return_tokens_as_token_ids)
@@ -46,16 +45,8 @@ class ResponseFormat(ABC, Generic[B]):
         }
 
     @abstractmethod
-    async def prompts(self) -> list[np.ndarray]:
-        """Return the token ids of all prompts, uint32 [P] each. Raises ApiError and UserError."""
-
-    @abstractmethod
-    def output_limit(self, prompt: np.ndarray) -> int:
-        """Return the maximum number of output tokens after a prompt. Raises ApiError."""
-
-    @abstractmethod
-    def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters that the fields of this endpoint determine. Raises ApiError and UserError."""
+    async def make_requests(self) -> list[Request]:
+        """Return `n` requests per prompt, in the order of the prompts. Raises ApiError and UserError."""
 
     @abstractmethod
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -72,12 +63,7 @@ class ResponseFormat(ABC, Generic[B]):
         return self._header | {"object": self.object_name, "choices": choices, "usage": self._usage()}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the chunks for a delta: one, or none if nothing in it is visible.
-
-        Raises ApiError for an output that begins again, since its first chunks cannot be taken back.
-        """
-        if delta.is_restarted:
-            raise ApiError(503, "the weights of the model changed, and the output began again; send the request again")
+        """Return the chunks for a delta: one, or none if nothing in it is visible."""
         if delta.completion is not None:
             self.completions[delta.index] = delta.completion
         choice = self.choice_of(delta, is_chunk=True)

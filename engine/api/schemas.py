@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from engine.api.fields import UNSUPPORTED, Body, NamedTool, OutputFormat, StructuredOutputs, Tool
+from engine.api.fields import UNSUPPORTED, Body, OutputFormat, StructuredOutputs, Tool
 from engine.sampling.grammar import Grammar
 from ssd.corpus.rollout import Rollout
 
@@ -44,7 +44,6 @@ class WeightsRequest(Body):
     path: Annotated[str, Field(min_length=1)]
     """Safetensors file, or folder of such files, on the server's machine."""
     version: Annotated[int, Field(ge=0)] | None = None
-    running: Literal["finish", "restart"] = "finish"
 
 
 class ContentPart(Body):
@@ -246,7 +245,7 @@ class ChatRequest(SamplingFields):
     """Variable for the chat template."""
     echo: Literal[False] = False
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | Tool | None = None
     """`none`, `auto` (the model decides), `required`, or the tool to call; None: `auto`."""
     parallel_tool_calls: bool = True
     """Whether an output may have several calls."""
@@ -287,7 +286,7 @@ class ChatRequest(SamplingFields):
         names = [tool.name for tool in self.tools or ()]
         if (twice := next((name for name, count in Counter(names).items() if count > 1), None)) is not None:
             raise ValueError(f"tools: two tools have the name {twice!r}")
-        if isinstance(self.tool_choice, NamedTool):
+        if isinstance(self.tool_choice, Tool):
             if self.tool_choice.name not in names:
                 raise ValueError(f"tool_choice: there is no tool {self.tool_choice.name!r} in tools")
         elif self.tool_choice not in (None, "none", "auto", "required"):
@@ -312,4 +311,4 @@ class ChatRequest(SamplingFields):
     @property
     def must_call(self) -> bool:
         """Whether the output must consist of calls."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)

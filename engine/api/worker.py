@@ -25,8 +25,6 @@ from engine.api.messages import (
     Event,
     RequestEnded,
     RequestRefused,
-    RequestRestarted,
-    RequestTimes,
     Shutdown,
     StepFinished,
     SubmitRequest,
@@ -36,7 +34,6 @@ from engine.api.messages import (
 from engine.api.repeats import Repeats
 from engine.drafters.sources import SOURCE_NAMES, count_sources
 from engine.scheduling.request import Completion, FinishReason, Request
-from engine.scheduling.table import ADMISSION, SEQUENCE_ID
 from ssd.errors import UserError
 from ssd.types import offsets_of
 
@@ -122,50 +119,6 @@ class EngineTotals:
         return None if corpus is None else CorpusSize(corpus.tokens, corpus.capacity)
 
 
-class RequestTimer:
-    """Measures the phases of requests, by the engine's ids, on the monotonic clock."""
-
-    def __init__(self) -> None:
-        self._times: dict[int, list[float]] = {}
-        """When a request was submitted, was scheduled, and had its first token, as far as that has happened."""
-        self._without_token: set[int] = set()
-        """Requests that have not produced a token."""
-        self._last_admission = 0
-        self._last_step = 0.0
-
-    def request_started(self, sequence_id: int) -> None:
-        """Record that a request was added to the engine."""
-        self._times[sequence_id] = [time.monotonic()]
-        self._without_token.add(sequence_id)
-
-    def step_finished(self, began: float, state: np.ndarray, report: StepReport) -> None:
-        """Record a step that started at `began` and has just finished.
-
-        state: int64 [S, COLUMNS], of the sequences that still run, see `engine.scheduling.table`.
-        """
-        self._last_step = time.monotonic()
-        admissions = state[:, ADMISSION]
-        admitted = state[admissions > self._last_admission, SEQUENCE_ID].tolist()
-        self._last_admission = max(self._last_admission, int(admissions.max()))
-        # A request that only scores its prompt ends without producing tokens.
-        produced = self._without_token.intersection((*report.arrays.ids.tolist(), *report.finished))
-        self._without_token -= produced
-        for sequence_id in (*admitted, *produced):
-            if len(self._times[sequence_id]) == 1:
-                self._times[sequence_id].append(began)
-        for sequence_id in produced:
-            self._times[sequence_id].append(self._last_step)
-
-    def request_ended(self, sequence_id: int) -> RequestTimes | None:
-        """Delete the record of a request, and return its times until the last step; None if it has no token."""
-        self._without_token.discard(sequence_id)
-        submitted, *later = self._times.pop(sequence_id)
-        if len(later) < 2:
-            return None
-        scheduled, first_token = later
-        return RequestTimes(scheduled - submitted, first_token - scheduled, self._last_step - first_token)
-
-
 def run_worker(connection: Connection, build: Callable[[], Engine]) -> None:
     """Run the engine process; `build` creates the engine."""
     # Signals such as Ctrl-C reach the whole process group; the HTTP process decides when this one ends.
@@ -201,7 +154,6 @@ class Worker:
         self._ids = np.empty((2, 0), np.int64)
         """Their ids of the engine, in ascending order, and of the HTTP process."""
         self._totals = EngineTotals(engine)
-        self._timer = RequestTimer()
         self._repeats = Repeats(engine)
         self._stats_sent_at = 0.0
         self._is_stopping = False
@@ -213,7 +165,7 @@ class Worker:
         while not self._is_stopping:
             self._receive_commands()
             if self._engine.scheduler.has_work:
-                self._step()
+                self._report(self._engine.step())
 
     def _receive_commands(self) -> None:
         """Handle commands that have arrived; wait for one if the engine is idle."""
@@ -252,7 +204,6 @@ class Worker:
         self._requests[sequence_id] = command
         self._ids = np.append(self._ids, [[sequence_id], [command.request_id]], axis=1)
         self._totals.request_started(command.request)
-        self._timer.request_started(sequence_id)
 
     def _cancel(self, command: CancelRequest) -> None:
         # There is none if the request ended before the command arrived.
@@ -261,48 +212,38 @@ class Worker:
             assert completion is not None
             self._end(sequence_id, completion)
 
-    def _end(self, sequence_id: int, completion: Completion) -> tuple[SubmitRequest, RequestTimes | None]:
+    def _end(self, sequence_id: int, completion: Completion) -> SubmitRequest:
         self._ids = self._ids[:, self._ids[0] != sequence_id]
         submitted = self._requests.pop(sequence_id)
         self._totals.request_ended(submitted.request, completion)
-        return submitted, self._timer.request_ended(sequence_id)
+        return submitted
 
     def _update_weights(self, command: UpdateWeights) -> None:
         """Replace the weights, and handle commands between the steps that this takes."""
-        began = time.monotonic()
 
         def observe(report: StepReport) -> None:
-            nonlocal began
-            self._report(report, began)
+            self._report(report)
             self._handle_arrived()
-            began = time.monotonic()
 
         try:
-            self._engine.update_weights(command.path, version=command.version, running=command.running, observe=observe)
+            self._engine.update_weights(command.path, version=command.version, observe=observe)
         except UserError as problem:
             self._connection.send([RequestRefused(command.request_id, str(problem))])
         else:
             self._repeats.clear()
             self._connection.send([WeightsUpdated(command.request_id, self._engine.version)])
 
-    def _step(self) -> None:
-        began = time.monotonic()
-        self._report(self._engine.step(), began)
-
-    def _report(self, report: StepReport, began: float) -> None:
-        """Send the events of a step that began at a time on the monotonic clock."""
+    def _report(self, report: StepReport) -> None:
+        """Send the events of a step."""
         self._totals.step_finished(report)
-        self._timer.step_finished(began, self._engine.scheduler.table.state, report)
-        events: list[Event] = [RequestRestarted(self._requests[each].request_id) for each in report.restarted]
-        if len(report.arrays.ids):
-            events.append(self._tokens_of(report))
+        events: list[Event] = [self._tokens_of(report)] if len(report.arrays.ids) else []
         for sequence_id, completion in report.finished.items():
-            submitted, times = self._end(sequence_id, completion)
+            submitted = self._end(sequence_id, completion)
             if sequence_id in report.refused:
                 events.append(RequestRefused(submitted.request_id, report.refused[sequence_id]))
                 continue
             self._repeats.add(submitted.request, completion)
-            events.append(RequestEnded(submitted.request_id, completion, times))
+            events.append(RequestEnded(submitted.request_id, completion))
         if time.monotonic() - self._stats_sent_at > STATS_INTERVAL_S:
             self._stats_sent_at = time.monotonic()
             events.append(self._totals.snapshot())

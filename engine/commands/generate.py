@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,7 +20,6 @@ from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions, GenerateFlags
 from engine.commands.progress import Interruption, LongProgress, deferred_interruption
 from engine.commands.prompts import Prompt, load_chat, read_prompt_file
-from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine
 from engine.models.tokenizer import Detokenizer, Tokenizer
 from engine.scheduling.draft_usage import draft_usage
@@ -150,26 +149,22 @@ def _complete(
 
 
 def _print_summary(completions: Sequence[Completion], seconds: float, drafter: str, console: Console) -> None:
-    tokens = sum(len(completion.tokens) for completion in completions)
-    steps = max(1, sum(completion.steps for completion in completions))
-    drafted = sum(completion.drafted for completion in completions)
-    accepted = sum(completion.accepted for completion in completions)
-    by_source = sum_by_name(completion.by_source for completion in completions)
+    tokens, draft = sum(len(completion.tokens) for completion in completions), draft_usage(completions)
     console.print(
         f"{_count(len(completions), 'output')}, {_count(tokens, 'token')} in {seconds:.2f} s: "
         f"{tokens / seconds:,.0f} tokens/s, "
-        f"{tokens / steps:.2f} tokens per step; drafter {drafter}: {_acceptance(DraftCounts(drafted, accepted))}"
+        f"{tokens / max(1, draft['steps']):.2f} tokens per step; drafter {drafter}: {_acceptance(draft)}"
     )
     # Nothing can be drafted for outputs of one token.
-    if not drafted and drafter != "none" and tokens > len(completions):
+    if not draft["drafted_tokens"] and drafter != "none" and tokens > len(completions):
         console.print(NOT_DRAFTED)
-    if len(by_source) > 1:
-        console.print("by source: " + "; ".join(f"{name}: {_acceptance(each)}" for name, each in by_source.items()))
+    if len(sources := draft["by_source"]) > 1:
+        console.print("by source: " + "; ".join(f"{name}: {_acceptance(each)}" for name, each in sources.items()))
 
 
-def _acceptance(counts: DraftCounts) -> str:
-    share = f" ({counts.accepted / counts.drafted:.0%})" if counts.drafted else ""
-    return f"{counts.drafted:,} drafted, {counts.accepted:,} accepted{share}"
+def _acceptance(counts: Mapping[str, Any]) -> str:
+    drafted, accepted = counts["drafted_tokens"], counts["accepted_tokens"]
+    return f"{drafted:,} drafted, {accepted:,} accepted" + (f" ({accepted / drafted:.0%})" if drafted else "")
 
 
 def _count(number: int, noun: str) -> str:

@@ -72,8 +72,6 @@ class StepReport:
     """Completions by the ids that `Engine.add` returned."""
     refused: dict[int, str] = field(default_factory=dict)
     """Reasons why requests in `finished` were aborted: their grammars cannot continue."""
-    restarted: list[int] = field(default_factory=list)
-    """Requests whose output so far was dropped, because the weights changed."""
     times: StageTimes = field(default_factory=StageTimes)
     """Durations of the stages."""
     is_ahead: bool = False

@@ -64,14 +64,6 @@ class Sequence:
         self.sequence_id = sequence_id
         self.request = request
         self.max_length = max_length
-        self.begin(stopping or Stopping(request), grammar)
-
-    def begin(self, stopping: Stopping, grammar: GrammarState | None) -> None:
-        """Set the state before the first step; the output of a sequence that has run before is dropped.
-
-        stopping, grammar: new ones for its request. It must neither run nor have a row.
-        """
-        request, max_length = self.request, self.max_length
         self.is_running = False
         """Whether it is among the scheduler's running sequences."""
         self.row = NO_ROW
@@ -82,7 +74,7 @@ class Sequence:
         self.cached_tokens = 0
         """Number of prompt tokens whose keys and values were in the prefix cache when the sequence started."""
         self.preemptions = 0
-        self.stopping = stopping
+        self.stopping = stopping or Stopping(request)
         self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalizes else None
         """Counts for penalties; None if the request has none."""
         self.grammar = grammar

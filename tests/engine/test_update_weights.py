@@ -98,9 +98,8 @@ def test_versions(model_folder, new):
         for version in (None, 9, None, 3):
             engine.update_weights(new, version=version)
             versions.append(engine.version)
-        for given in ({"version": -1}, {"running": "stop"}):
-            with pytest.raises(UserError, match=next(iter(given))):
-                engine.update_weights(new, **given)
+        with pytest.raises(UserError, match="version"):
+            engine.update_weights(new, version=-1)
     assert versions == [0, 1, 9, 10, 3]
     assert engine.version == 3
 
@@ -113,9 +112,8 @@ def test_weights_that_do_not_fit_change_nothing(model_folder, new, expected, tmp
         for source in (shape, missing, tmp_path / "cut.safetensors"):
             ids = [engine.add(request) for request in GREEDY]
             engine.step()
-            for running in ("finish", "restart"):
-                with pytest.raises(UserError):
-                    engine.update_weights(source, version=2, running=running)
+            with pytest.raises(UserError):
+                engine.update_weights(source, version=2)
             assert list(finished(engine, ids)) == expected["old"]["greedy"]
         assert engine.version == 0
 
@@ -140,73 +138,32 @@ def begin(engine, steps):
 
 
 @pytest.mark.parametrize(("kind", "in_flight"), [("none", 1), ("ssd", 0), ("mtp", 1), ("medusa", 0)])
-@pytest.mark.parametrize("running", ["finish", "restart"])
-def test_requests_that_run_finish_with_the_old_weights_or_start_again(
-    model_folder, draft_folders, new, expected, kind, in_flight, running
-):
+def test_requests_that_run_finish_with_the_old_weights(model_folder, draft_folders, new, expected, kind, in_flight):
     config = replace(CONFIG, in_flight=in_flight)
     with closing(engine_of(model_folder, kind, draft_folders, config)) as engine:
         ids, tokens = begin(engine, 4)
         assert tokens
-        engine.update_weights(new, running=running)
+        engine.update_weights(new)
         assert engine.version == 1
         assert not engine.scheduler.running
-        report = engine.step()
-        assert report.restarted == (ids[:4] if running == "restart" else [])
-        assert not report.produced or running == "finish"
-        assert finished(engine, ids) == of_update(expected, running)
+        assert finished(engine, ids) == of_update(expected)
         assert outputs(engine, GREEDY) == expected["new"]["greedy"]
 
 
-def of_update(expected, running):
+def of_update(expected):
     """Return the outputs of requests of which four ran before an update."""
-    old = 4 if running == "finish" else 0
-    return expected["old"]["greedy"][:old] + expected["new"]["greedy"][old:]
+    return expected["old"]["greedy"][:4] + expected["new"]["greedy"][4:]
 
 
-def test_a_drafter_starts_a_restarted_request_again_and_learns_only_its_final_output(model_folder, new, expected):
-    class Recording(NoDrafter):
-        limits = NO_LIMITS
-
-        def __init__(self):
-            self.calls, self.texts = [], {}
-
-        def start(self, sequence_id, prompt):
-            self.calls.append(("start", sequence_id))
-            self.texts[sequence_id] = []
-
-        def draft(self, progress):
-            for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
-                own = slice(*progress.offsets[index : index + 2].tolist())
-                self.texts[sequence_id] += progress.tokens[own].tolist()
-            return super().draft(progress)
-
-        def finish(self, sequence_id, tokens, *, verified=0, learn=True):
-            self.calls.append(("learn" if learn else "drop", sequence_id))
-            self.texts[sequence_id] += tokens.tolist()
-
-    drafter = Recording()
-    with closing(build_engine(load_model(model_folder), CONFIG, drafter)) as engine:
-        ids, _ = begin(engine, 4)
-        engine.update_weights(new, running="restart")
-        finished(engine, ids)
-    begun = set(ids[:4])
-    assert [call for call, each in drafter.calls if each == ids[0]] == ["start", "drop", "start", "learn"]
-    assert {each for call, each in drafter.calls if call == "drop"} == begun
-    assert [drafter.texts[each] for each in ids] == expected["new"]["greedy"]
-
-
-@pytest.mark.parametrize("running", ["finish", "restart"])
-def test_preempted_requests_count_as_begun(model_folder, new, expected, running):
+def test_preempted_requests_count_as_begun(model_folder, new, expected):
     with closing(engine_of(model_folder)) as engine:
         ids, _ = begin(engine, 4)
         engine.scheduler._preempt(engine.scheduler.running[-1])
-        engine.update_weights(new, running=running)
-        assert finished(engine, ids) == of_update(expected, running)
+        engine.update_weights(new)
+        assert finished(engine, ids) == of_update(expected)
 
 
-@pytest.mark.parametrize("running", ["finish", "restart"])
-def test_an_update_between_the_steps_of_generate(model_folder, new, expected, running):
+def test_an_update_between_the_steps_of_generate(model_folder, new, expected):
     """Requests that were cancelled before keep their completion."""
     with closing(engine_of(model_folder)) as engine:
         steps = []
@@ -216,7 +173,7 @@ def test_an_update_between_the_steps_of_generate(model_folder, new, expected, ru
             if len(steps) == 2:
                 engine.cancel(min(report.tokens))
             if len(steps) == 4:
-                engine.update_weights(new, running=running)
+                engine.update_weights(new)
 
         cancelled, *others = engine.generate(GREEDY, observe)
     old, new = expected["old"]["greedy"], expected["new"]["greedy"]
@@ -225,7 +182,7 @@ def test_an_update_between_the_steps_of_generate(model_folder, new, expected, ru
     for index, completion in enumerate(others, 1):
         tokens = completion.tokens.tolist()
         # The cancelled request makes room for the fifth.
-        assert tokens == (old if running == "finish" and index < 5 else new)[index]
+        assert tokens == (old if index < 5 else new)[index]
 
 
 def test_an_update_within_an_update_is_refused(model_folder, new):
@@ -245,8 +202,7 @@ def test_an_update_within_an_update_is_refused(model_folder, new):
             engine.step()
 
 
-@pytest.mark.parametrize("running", ["finish", "restart"])
-def test_an_update_from_another_thread_takes_place_between_steps(model_folder, new, expected, running):
+def test_an_update_from_another_thread_takes_place_between_steps(model_folder, new, expected):
     """The update is asked for while a step runs."""
     is_stepping, is_asked = threading.Event(), threading.Event()
 
@@ -270,7 +226,7 @@ def test_an_update_from_another_thread_takes_place_between_steps(model_folder, n
             engine._turns._next.acquire()
             is_asked.set()
             try:
-                engine.update_weights(new, version=4, running=running)
+                engine.update_weights(new, version=4)
             finally:
                 engine._turns._next.release()
 
@@ -280,7 +236,7 @@ def test_an_update_from_another_thread_takes_place_between_steps(model_folder, n
         thread.join(60)
         assert not thread.is_alive()
         assert engine.version == 4
-        assert tokens == of_update(expected, running)
+        assert tokens == of_update(expected)
 
 
 def test_a_waiting_thread_gets_the_lock_before_the_thread_that_had_it():

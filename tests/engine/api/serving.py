@@ -40,10 +40,10 @@ PROMPTS = {"completions": {"prompt": "x"}, "chat/completions": {"messages": [{"r
 
 
 def complete(http, route="completions", **fields):
-    """Return the text of the only output of a request, and the whole answer."""
+    """Return the text of the first output of a request, and the whole answer."""
     answer = http.post(f"/v1/{route}", json={"model": MODEL} | PROMPTS[route] | fields)
     assert answer.status_code == 200, answer.text
-    [choice] = answer.json()["choices"]
+    choice = answer.json()["choices"][0]
     return choice["text"] if route == "completions" else choice["message"]["content"], answer.json()
 
 

@@ -95,14 +95,12 @@ DEEP = 100_000
 @pytest.mark.parametrize(
     "body",
     [
-        b"[" * DEEP + b"]" * DEEP,
         b'{"model": "stdlib-7m", "prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}",
         b'{"model": "stdlib-7m", "prompt": "x", "metadata": ' + b'{"a":' * 500 + b"1" + b"}" * 500 + b"}",
         b'{"model": "stdlib-7m", "prompt": "x", "seed": ' + b"1" * 100_000 + b"}",
         b'{"model": "stdlib-7m", "prompt": "x", "\\ud800": 1}',
         b'{"model": "stdlib-7m", "prompt": "\\ud800"}',
         b'{"model": "stdlib-7m", "messages": [{"role": "user", "content": "\\ud800"}]}',
-        b"",
         b"null",
         b"\x00",
     ],

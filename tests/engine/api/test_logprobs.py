@@ -7,12 +7,11 @@ import openai
 import pytest
 import torch
 
-from engine.api.responses import TokenNames, completion_logprobs, prompt_offsets, usage
+from engine.api.responses import prompt_offsets, usage
 from engine.drafters.sources import DraftCounts
 from engine.models.loader import load_model
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion, FinishReason
 from tests.engine.api.serving import MODEL
 from tests.engine.forward import prompt_logits
@@ -70,25 +69,6 @@ def test_no_alternatives_are_null(complete, echo):
     [choice] = complete(prompt="x y", logprobs=0, max_tokens=3, echo=echo)
     assert choice["logprobs"]["top_logprobs"] is None
     assert len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["tokens"])
-
-
-def test_a_token_keeps_its_name_beside_others_of_the_same_text():
-    class Names(TokenNames):
-        def __init__(self):
-            self._as_ids = False
-
-        def name(self, token):
-            return "a" if token < 3 else "b"
-
-    logprobs = Logprobs(np.array([-3.0]), array([[1, 3, 2]]), np.array([[-0.5, -1.0, -2.0]]))
-    [top] = completion_logprobs(array([2]), logprobs, Names(), [0])["top_logprobs"]
-    assert top == {"token_id:1": -0.5, "b": -1.0, "a": -3.0}
-
-
-def test_tokens_can_be_named_by_their_ids(complete, http):
-    [choice] = complete(prompt=[5, 6], logprobs=2, max_tokens=2, echo=True, return_tokens_as_token_ids=True)
-    assert choice["logprobs"]["tokens"][:2] == ["token_id:5", "token_id:6"]
-    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"][1:] for name in top)
 
 
 @pytest.mark.parametrize("prompt", [f"{SPECIAL}def f():", [0, 4, 5], EMOJI, "a 猫 b", "\N{COMBINING ACUTE ACCENT}x"])

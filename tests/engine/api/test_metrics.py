@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api import metrics as metrics_module
-from engine.api.messages import CorpusSize, EngineStats, RequestTimes
+from engine.api.messages import CorpusSize, EngineStats
 from engine.api.metrics import EngineCollector, Metrics, RequestRecorder, bucket_bounds
 from engine.api.outputs import Delta
 from engine.scheduling.request import Completion, FinishReason, Request
@@ -28,7 +28,6 @@ NAMES = {
     },
     "histogram": {
         "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
-        "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
         "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
     },
 }  # fmt: skip
@@ -117,7 +116,7 @@ def requests(count):
 
 def end(index, tokens):
     completion = Completion(np.zeros(tokens, np.uint32), FinishReason.LENGTH, 1, 0, 0)
-    return Delta(index, [], np.empty(0, np.uint32), completion=completion, times=RequestTimes(1, 2, 6))
+    return Delta(index, [], np.empty(0, np.uint32), completion=completion)
 
 
 def some(index, tokens):
@@ -139,9 +138,6 @@ def test_measurements_of_one_request(monkeypatch):
         "time_to_first_token_seconds": (1, 2),
         "inter_token_latency_seconds": (3, 3),
         "e2e_request_latency_seconds": (1, 5),
-        "request_queue_time_seconds": (1, 1),
-        "request_prefill_time_seconds": (1, 2),
-        "request_decode_time_seconds": (1, 6),
         "request_prompt_tokens": (1, 7),
         "request_generation_tokens": (1, 4),
     }.items():

@@ -14,7 +14,7 @@ from engine.engine import build_engine
 from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
-from tests.engine.api.serving import MODEL, eventually, metric
+from tests.engine.api.serving import MODEL, complete, eventually, metric
 from tests.engine.drafters.kinds import target_of
 
 BODY = {"model": MODEL, "prompt": "def quicksort(items):\n    ", "max_tokens": 20, "temperature": 0}
@@ -29,42 +29,30 @@ def http(optional):
     return optional
 
 
-def ask(http, body, path="/v1/completions"):
-    answer = http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def route_of(body):
+    return "chat/completions" if "messages" in body else "completions"
 
 
-def repeated(http, body, path="/v1/completions"):
+def ask(http, body):
+    return complete(http, route_of(body), **body)[1]
+
+
+def repeated(http, body):
     """The answer to a request that has run, once the corpus has its output."""
-
-    def answered():
-        answer = ask(http, body, path)
-        return answer if answer["usage"]["repeated_tokens"] else None
-
-    return eventually(answered)
+    return eventually(lambda: answer if (answer := ask(http, body))["usage"]["repeated_tokens"] else None)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", BODY),
-        ("/v1/completions", SAMPLED),
-        ("/v1/completions", STOPPED),
-        ("/v1/chat/completions", CHAT),
-    ],
-    ids=["greedy", "sampled", "stop", "chat"],
-)
-def test_a_repeat_has_the_same_answer_without_a_step(http, path, body):
+@pytest.mark.parametrize("body", [BODY, SAMPLED, STOPPED, CHAT], ids=["greedy", "sampled", "stop", "chat"])
+def test_a_repeat_has_the_same_answer_without_a_step(http, body):
     body = body | {"user": "equal answers"}
-    first = ask(http, body, path)
+    first = ask(http, body)
     assert first["usage"]["repeated_tokens"] == 0
-    repeated(http, body, path)
+    repeated(http, body)
     names = (LATENCY, "vllm:generation_tokens_total", "ssd:engine_steps_total", "ssd:learned_tokens_total")
     eventually(lambda: http.get("/figures").json()["running"] == 0)
     before = [metric(http, name) for name in names]
     count, tokens = metric(http, "ssd:repeated_requests_total"), metric(http, "ssd:repeated_tokens_total")
-    second = ask(http, body, path)
+    second = ask(http, body)
     size = first["usage"]["completion_tokens"]
     eventually(lambda: metric(http, "ssd:repeated_requests_total") == count + 1)
     assert metric(http, "ssd:repeated_tokens_total") == tokens + size
@@ -72,7 +60,8 @@ def test_a_repeat_has_the_same_answer_without_a_step(http, path, body):
     assert second["choices"] == first["choices"]
     assert second["usage"]["repeated_tokens"] == second["usage"]["completion_tokens"] == size
     assert second["usage"]["draft"]["steps"] == 0
-    with http.stream("POST", path, json=body | {"stream": True, "stream_options": {"include_usage": True}}) as stream:
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with http.stream("POST", f"/v1/{route_of(body)}", json=streamed) as stream:
         chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
     assert chunks[-1]["usage"] == second["usage"]
     choices = [chunk["choices"][0] for chunk in chunks[:-1]]
@@ -82,21 +71,13 @@ def test_a_repeat_has_the_same_answer_without_a_step(http, path, body):
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == (whole["finish_reason"], whole["stop_reason"])
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"user": "somebody else"},
-        {"model": "a"},
-        {"seed": 8},
-        {"temperature": 0.9},
-        {"max_tokens": 19},
-        {"prompt": "def quicksort(items): "},
-        {"stop": ["r"]},
-        {"logit_bias": {"5": 1}},
-        {"max_draft": 0},
-    ],
-    ids=str,
-)
+OTHERS = {
+    "user": "somebody else", "model": "a", "seed": 8, "temperature": 0.9, "max_tokens": 19, "stop": ["r"],
+    "prompt": "def quicksort(items): ", "logit_bias": {"5": 1}, "max_draft": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", [{name: value} for name, value in OTHERS.items()], ids=OTHERS)
 def test_another_request_runs(http, other):
     ask(http, SAMPLED)
     repeated(http, SAMPLED)
@@ -163,18 +144,6 @@ def run(engine, repeats, request):
     corpus_of(engine).refresh()
     repeats.add(request, completion)
     return completion
-
-
-def test_a_repeat_is_the_completion_without_steps(engine):
-    repeats, prompts = Repeats(engine), ([5, 6, 7], list(range(1, 100)))
-    for prompt in prompts:
-        first = run(engine, repeats, named(prompt))
-        found = repeats.find(named(prompt))
-        assert found.tokens.tolist() == first.tokens.tolist()
-        assert (found.finish_reason, found.steps, found.is_repeat) == (first.finish_reason, 0, True)
-        assert repeats.find(named(prompt, salt="other")) is None
-    repeats.clear()
-    assert repeats.find(named(prompts[0])) is None
 
 
 def test_forgotten_and_overwritten_text_is_not_repeated(engine):

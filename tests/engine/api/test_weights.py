@@ -80,7 +80,6 @@ def test_outputs_follow_the_weights(http, folders, texts):
         ("x" * 5000, {}, "is neither a folder nor a .safetensors file"),
         ("", {}, "has no model.safetensors"),
         ("new", {"version": -1}, "version: "),
-        ("new", {"running": "wait"}, "running: this server supports only 'finish' or 'restart'"),
         ("new", {"group": "g"}, "group"),
     ],
 )
@@ -92,8 +91,7 @@ def test_weights_that_cannot_be_used_change_nothing(http, folders, texts, path, 
 
 
 @pytest.mark.parametrize("texts", [LONG], indirect=True, ids=[""])
-@pytest.mark.parametrize("running", ["finish", "restart"])
-def test_requests_that_run_finish_or_start_again(http, folders, texts, running):
+def test_requests_that_run_finish_with_the_old_weights(http, folders, texts):
     """One request runs while the weights change, with its text streamed, and one without a stream."""
     with (
         ThreadPoolExecutor() as threads,
@@ -104,17 +102,12 @@ def test_requests_that_run_finish_or_start_again(http, folders, texts, running):
         first = streamed([next(lines)])
         eventually(lambda: http.get("/figures").json()["running"] == 2 or whole.done())
         has_started = not whole.done()
-        updated = update(http, folders / "new", running=running)
+        updated = update(http, folders / "new")
         chunks = first + streamed(lines)
         assert updated.status_code == 200
         assert has_started, "the request ended before the weights changed; make it longer"
-        if running == "finish":
-            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == texts["old"]
-            assert whole.result() == texts["old"]
-        else:
-            assert chunks[-1]["error"]["message"].startswith("the weights of the model changed, and the output began")
-            assert texts["old"].startswith("".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]))
-            assert whole.result() == texts["new"]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == texts["old"]
+        assert whole.result() == texts["old"]
 
 
 def test_a_server_without_the_flag_refuses(server, folders):

@@ -1,11 +1,10 @@
-"""`Worker` with an engine whose model is fake: events of requests, totals of steps, and phases of requests."""
+"""`Worker` with an engine whose model is fake: events of requests, and totals of steps."""
 
 import gc
 import pickle
 import signal
 from collections import Counter, deque
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from engine.api.messages import (
     EngineStats,
     RequestEnded,
     RequestRefused,
-    RequestTimes,
     Shutdown,
     StepFinished,
     SubmitRequest,
@@ -103,35 +101,17 @@ class OddSources(RandomTrees):
 
 
 class Watched:
-    """An engine whose clock advances by a second when the worker reads it, and a record of what it did."""
+    """An engine, and a record of what it did."""
 
     def __init__(self, monkeypatch, engine):
         self.engine = engine
-        self.now, self.reports, self.times, self.cached_tokens = 0, [], {}, 0
-        monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=self._tick, thread_time=lambda: 0))
-        for name in ("add", "step", "cancel"):
+        self.reports, self.cached_tokens = [], 0
+        for name in ("step", "cancel"):
             monkeypatch.setattr(engine, name, getattr(self, f"_{name}"))
 
-    def _tick(self):
-        self.now += 1
-        return self.now
-
-    def _add(self, added):
-        sequence_id = type(self.engine).add(self.engine, added)
-        self.times[sequence_id] = [self.now + 1]
-        return sequence_id
-
     def _step(self):
-        began, report = self.now, type(self.engine).step(self.engine)
-        self.reports.append(report)
-        produced = {*report.finished, *(result.sequence_id for result in each_of(report.result))}
-        for sequence_id in {*produced, *(each.sequence_id for each in self.engine.scheduler.running)}:
-            times = self.times[sequence_id]
-            times += [began] if len(times) == 1 else []
-            times += [self.now + 1] if len(times) == 2 and sequence_id in produced else []
-        for sequence_id in report.finished:
-            self.times[sequence_id].append(self.now + 1)
-        return report
+        self.reports.append(type(self.engine).step(self.engine))
+        return self.reports[-1]
 
     def _cancel(self, sequence_id):
         completion = type(self.engine).cancel(self.engine, sequence_id)
@@ -174,10 +154,6 @@ def test_events_and_totals_equal_those_of_running_the_requests_without_drafts(ar
             assert ended[number].completion.tokens.tolist() == tokens_of(own) == tokens
         else:
             assert CancelRequest(number) in commands
-    for sequence_id, number in enumerate(requests):
-        if number in ended:
-            submitted, scheduled, first, last = watched.times[sequence_id]
-            assert ended[number].times == RequestTimes(scheduled - submitted, first - scheduled, last - first)
     check_totals(pipe.sent(EngineStats)[-1], watched, requests, ended)
 
 
@@ -228,8 +204,7 @@ def test_requests_that_take_long_to_add_are_added_between_steps(monkeypatch):
 def test_commands_are_handled_and_tokens_sent_while_requests_finish_for_new_weights(monkeypatch):
     engine = fake_engine(NoDrafter(), None)
 
-    def update_weights(path, *, version, running, observe):
-        assert running == "finish"
+    def update_weights(path, *, version, observe):
         if path == "bad":
             raise UserError("weights that do not fit")
         while engine.has_work:
@@ -241,9 +216,9 @@ def test_commands_are_handled_and_tokens_sent_while_requests_finish_for_new_weig
         engine,
         SubmitRequest(1, request(100)),
         SubmitRequest(2, request(5)),
-        UpdateWeights(3, "good", 8, "finish"),
+        UpdateWeights(3, "good", 8),
         CancelRequest(1),
-        UpdateWeights(4, "bad", 9, "finish"),
+        UpdateWeights(4, "bad", 9),
     )
     assert [event.request_id for event in pipe.sent(RequestEnded)] == [2]
     assert {number: len(tokens_of(parts)) for number, parts in parts_of(pipe).items()} == {1: 1, 2: 5}

@@ -101,11 +101,6 @@ def test_an_interruption_while_a_completion_is_written_does_not_lose_it(run, mod
     assert [line["index"] for line in completions(tmp_path / "out")] == [0]
 
 
-def test_the_summary_uses_singular_and_plural(run, model_folder):
-    _, _, err = run("generate", "--model", model_folder, "--max-tokens", 1, PROMPT)
-    assert "1 output, 1 token in" in err
-
-
 def test_outputs_that_the_context_window_limits_are_announced(run, model_folder):
     _, out, err = run("generate", "--model", model_folder, "--max-tokens", 100_000, "--stop", "e", PROMPT, "x = 1")
     assert out.startswith(PROMPT)

@@ -7,15 +7,6 @@ from tests.engine.commands.generate.outputs import PROMPT, completions, records
 from tests.engine.lora_folders import write_adapter
 
 
-def test_prompts_from_arguments(run, model_folder):
-    code, out, err = run("generate", "--model", model_folder, "--max-tokens", 5, PROMPT, "class Pair:")
-    assert code == 0
-    assert out.startswith(PROMPT)
-    assert "class Pair:" in out
-    for word in ("2 outputs", "tokens/s", "tokens per step", "drafted", "accepted"):
-        assert word in err
-
-
 def test_prompts_from_files_and_stdin_are_the_same_prompts(run, model_folder, tmp_path):
     base = ("generate", "--model", model_folder, "--max-tokens", 8)
     (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n\nclass Pair:\n")

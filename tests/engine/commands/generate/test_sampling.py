@@ -24,18 +24,6 @@ def test_every_sampling_option_reaches_the_request(run, model_folder, monkeypatc
     assert received == [SamplingParams(**given, stop=("a", "b"), ignore_eos=True), SamplingParams()]
 
 
-def test_a_stop_string_ends_the_output_before_it(run, model_folder, tmp_path):
-    base = ("generate", "--model", model_folder, "--max-tokens", 60, "--temperature", 1, "--seed", 4, PROMPT)
-    assert run(*base, "--out", tmp_path / "plain")[0] == 0
-    [plain] = completions(tmp_path / "plain")
-    stop = plain["completion"][10:13]
-    assert run(*base, "--stop", stop, "--stop", "never said", "--out", tmp_path / "stopped")[0] == 0
-    [stopped] = completions(tmp_path / "stopped")
-    assert stopped["completion"] == plain["completion"][: plain["completion"].index(stop)]
-    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
-    assert stopped["tokens"] == plain["tokens"][: len(stopped["tokens"])]
-
-
 def test_samples_and_repeated_prompts_have_different_seeds(run, model_folder, tmp_path):
     base = ("generate", "--model", model_folder, "--drafter", "none", "--temperature", 1, "--max-tokens", 12)
     given = (*base, PROMPT, PROMPT)
