@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, which its dashboards show; metrics of this project start with `ssd:`."""
+"""Prometheus metrics under vLLM's names, so that its dashboards work; metrics of this project start with `ssd:`."""
 
 from __future__ import annotations
 

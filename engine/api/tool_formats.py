@@ -229,7 +229,7 @@ class CallOutput:
         elif is_last:
             reader = self._form.read(self._held, self._names, self._max_calls)
             self.calls = [_as_sent(call) for call in reader.calls]
-            return "".join(reader.content)
+            return reader.content
         else:
             size = self._form.content_size(self._held)
         content, self._held = self._held[:size], self._held[size:]

@@ -36,8 +36,8 @@ class Reader:
 
     def __init__(self, text: str, names: Collection[str], max_calls: int | None = None) -> None:
         """names: names of the tools. Other calls are malformed, and so are calls after the first `max_calls`."""
-        self.content: list[str] = []
-        """Parts of the text outside of calls."""
+        self.content = ""
+        """Text outside of calls."""
         self.calls: list[Call] = []
         self._text = text
         self._names = names
@@ -52,9 +52,7 @@ class Reader:
         if (found := self._text.find(marker, self._mark)) < 0:
             return False
         self._take(space_before(self._text, found, self._mark))
-        self._position = found + len(marker) - self._mark
-        # An error of the JSON decoder takes time for all text before it.
-        self._text, self._mark = self._text[self._mark :], 0
+        self._position = found + len(marker)
         return True
 
     def take_rest(self) -> None:
@@ -143,7 +141,7 @@ class Reader:
         return value, self._text[start : self._position]
 
     def _take(self, end: int) -> None:
-        self.content.append(self._text[self._mark : end])
+        self.content += self._text[self._mark : end]
         self._mark = self._position = end
 
     def _after_space(self, start: int) -> int:
