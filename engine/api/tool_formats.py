@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.api.tool_reader import Call, Reader, space_before
+from engine.api.tool_reader import Call, Reader, Steps
 from engine.sampling.grammar import JSON_STYLE, Grammar
 from ssd.errors import UserError
 
@@ -44,7 +44,7 @@ class ToolFormat:
     """Value of --tool-call-parser."""
     markers: tuple[str, ...]
     """Texts that are single tokens in the vocabularies of these models."""
-    read_calls: Callable[[Reader], None]
+    read_calls: Callable[[Reader], Steps[None]]
     """Reads calls after the first marker. Raises MalformedCallError."""
     before_arguments: str
     """Text in which NAME stands for the name of the tool."""
@@ -59,60 +59,47 @@ class ToolFormat:
     only_at_start: bool = False
     """Whether calls are read only from the start of an output, with or without the first marker."""
 
-    def read(self, text: str, names: Collection[str], max_calls: int | None) -> Reader:
-        """Return what a whole output contains; names, max_calls: see `Reader`."""
-        reader = Reader(text, names, max_calls)
+    def read(self, reader: Reader) -> Steps[None]:
+        """Read a whole output."""
         if self.only_at_start:
-            if reader.next_is(self.markers[0]) or reader.sees("{"):
-                reader.attempt(self.read_calls)
-        else:
-            while reader.content_until(self.markers[0]):
-                reader.attempt(self.read_calls)
-        reader.take_rest()
-        return reader
-
-    def content_size(self, text: str) -> int:
-        """Return the number of characters at the start of an incomplete output that are content, whatever follows."""
-        marker = self.markers[0]
-        if self.only_at_start:
-            begun = text.lstrip()
-            may_call = any(begun.startswith(each) or each.startswith(begun) for each in (marker, "{"))
-            return 0 if may_call else len(text)
-        if (end := text.find(marker)) < 0:
-            end = len(text) - next(size for size in range(len(marker) - 1, -1, -1) if text.endswith(marker[:size]))
-        return space_before(text, end)
+            if (yield from reader.next_is(self.markers[0])) or (yield from reader.sees("{")):
+                yield from reader.attempt(self.read_calls(reader))
+            yield from reader.content_until(None)
+            return
+        while (yield from reader.content_until(self.markers[0])):
+            yield from reader.attempt(self.read_calls(reader))
 
 
-def _read_hermes(reader: Reader) -> None:
-    reader.call()
-    reader.close("</tool_call>")
+def _read_hermes(reader: Reader) -> Steps[None]:
+    yield from reader.call()
+    yield from reader.close("</tool_call>")
 
 
-def _read_llama(reader: Reader) -> None:
+def _read_llama(reader: Reader) -> Steps[None]:
     """Read calls between which the models write semicolons or newlines."""
-    reader.call()
-    while reader.next_is(";") or reader.sees("{"):
-        reader.call()
+    yield from reader.call()
+    while (yield from reader.next_is(";")) or (yield from reader.sees("{")):
+        yield from reader.call()
 
 
-def _read_mistral(reader: Reader) -> None:
-    reader.expect("[")
-    reader.call()
-    while reader.next_is(","):
-        reader.call()
-    reader.close("]")
+def _read_mistral(reader: Reader) -> Steps[None]:
+    yield from reader.expect("[")
+    yield from reader.call()
+    while (yield from reader.next_is(",")):
+        yield from reader.call()
+    yield from reader.close("]")
 
 
-def _read_deepseek(reader: Reader, *, before_name: Sequence[str] = (), name_end: str, fence: str = "") -> None:
+def _read_deepseek(reader: Reader, *, before_name: Sequence[str] = (), name_end: str, fence: str = "") -> Steps[None]:
     """Read calls whose name is written before the arguments, which stand in a Markdown block if there is a `fence`."""
-    reader.expect(CALL_BEGIN)
+    yield from reader.expect(CALL_BEGIN)
     while True:
-        reader.expect(*before_name)
-        name = reader.name_until(name_end)
-        reader.expect(*([fence + "json"] if fence else []))
-        reader.arguments_of(name)
-        reader.close(*([fence] if fence else []), CALL_END, CALLS_END)
-        if not reader.next_is(CALL_BEGIN):
+        yield from reader.expect(*before_name)
+        name = yield from reader.name_until(name_end)
+        yield from reader.expect(*([fence + "json"] if fence else []))
+        yield from reader.arguments_of(name)
+        yield from reader.close(*([fence] if fence else []), CALL_END, CALLS_END)
+        if not (yield from reader.next_is(CALL_BEGIN)):
             return
 
 
@@ -194,25 +181,23 @@ def recognize(template: str) -> ToolFormat | None:
 
 
 class CallOutput:
-    """Reads the content and the tool calls of one output.
-
-    Content is returned as it arrives, up to the text that may begin the first call; the rest at the end.
-    """
+    """Reads the content and the tool calls of one output."""
 
     def __init__(self, form: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
         """names: names of the tools. Calls of other names are content, and so are calls after the first `max_calls`."""
         self.calls: list[dict[str, Any]] = []
-        """Calls of the whole output."""
-        self._form, self._names, self._max_calls = form, names, max_calls
-        self._held = ""
-        """Text that may contain calls."""
-        self._has_content = False
-        """Whether content has been returned."""
+        """Calls that were read."""
+        self._reader = Reader(names, max_calls)
+        self._steps = form.read(self._reader)
 
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """Add text, and return `content` and `tool_calls` of a chunk; {} if nothing is certain yet."""
+        """Add text, and return `content` and `tool_calls` of a chunk; {} if nothing is certain yet.
+
+        A call is returned as a whole, because its text is content if it is malformed or cut.
+        """
+        known = len(self.calls)
         content = self._add(text, is_last)
-        calls = [{"index": index} | call for index, call in enumerate(self.calls)]
+        calls = [{"index": index} | call for index, call in enumerate(self.calls[known:], known)]
         delta: dict[str, Any] = {"content": content} if content else {}
         return delta | ({"tool_calls": calls} if calls else {})
 
@@ -222,19 +207,12 @@ class CallOutput:
         return {"content": content or None, "tool_calls": self.calls} if self.calls else {"content": content}
 
     def _add(self, text: str, is_last: bool) -> str:
-        """Add text, and return the new content; after the last text, `calls` is complete."""
-        self._held += text
-        if self._form.only_at_start and self._has_content:
-            size = len(self._held)
-        elif is_last:
-            reader = self._form.read(self._held, self._names, self._max_calls)
-            self.calls = [_as_sent(call) for call in reader.calls]
-            return reader.content
-        else:
-            size = self._form.content_size(self._held)
-        content, self._held = self._held[:size], self._held[size:]
-        self._has_content |= size > 0
-        return content
+        """Add text, append the calls that are complete, and return the new content."""
+        reader = self._reader
+        reader.add(text, is_last=is_last)
+        next(self._steps, None)
+        self.calls += [_as_sent(call) for call in reader.calls[len(self.calls) :]]
+        return reader.take_content()
 
 
 def _as_sent(call: Call) -> dict[str, Any]:
