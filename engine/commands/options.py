@@ -294,6 +294,8 @@ class CompareFlags(RowFlags):
     """Number of prompts to measure.  [default: all others]"""
     chat: bool = False
     """Send each prompt as a message of the user, formatted with the model's chat template."""
+    time_limit: Annotated[float | None, Flag(metavar="MINUTES"), Interval(gt=0)] = None
+    """End after this time, and keep the results so far.  [default: none]"""
     max_tokens: Annotated[int, Interval(ge=2)] = 96
     """Number of tokens per output."""
     temperatures: Annotated[Sequence[float], Flag("--temperature", "LIST", numbers(float, 0))] = (0, 0.8)

@@ -62,7 +62,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedError(Exception):
-    """Raised between two steps to end what runs."""
+    """Raised between two steps to end what runs; the text says why."""
 
 
 class Interruption:

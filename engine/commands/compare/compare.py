@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,9 +87,10 @@ def run_comparison(options: CompareFlags, rows: Sequence[Row], engine: EngineOpt
     console.print(
         f"{count:,} outputs of {workload.max_tokens} tokens: about "
         f"{max(1.0, count * workload.max_tokens * token_ms / 60e3):.0f} min. "
-        "Ctrl-C ends the comparison, and keeps the results so far."
+        "Ctrl-C or --time-limit MINUTES ends the comparison, and keeps the results so far."
     )
     with deferred_interruption() as interruption, LongProgress(console, count, transient=True) as progress:
+        began = time.monotonic()
         ended = 0
 
         def warn(text: str) -> None:
@@ -101,7 +103,9 @@ def run_comparison(options: CompareFlags, rows: Sequence[Row], engine: EngineOpt
 
         def check(_report: StepReport) -> None:
             if interruption.signal is not None:
-                raise StoppedError
+                raise StoppedError("it was interrupted")
+            if options.time_limit is not None and time.monotonic() - began > 60 * options.time_limit:
+                raise StoppedError(f"it reached its limit of {options.time_limit:g} minutes")
 
         trial = Trial(model, tokenizer, engine, workload, warn, advance, check)
         try:
@@ -110,12 +114,12 @@ def run_comparison(options: CompareFlags, rows: Sequence[Row], engine: EngineOpt
                 write_reports(
                     replace(comparison, partial=f"Partial: {ended:,} of {count:,} outputs"), options.out, NAME
                 )
-        except StoppedError:
-            comparison = replace(comparison, partial=f"Partial: interrupted after {ended:,} of {count:,} outputs")
+        except StoppedError as reason:
+            comparison = replace(comparison, partial=f"Partial: {reason} after {ended:,} of {count:,} outputs")
     if not any(result.row.name != "none" for result in comparison.results):
         interruption.raise_if_interrupted()
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-        raise UserError(f"no drafter could be measured: {why}")
+        raise UserError(f"no drafter could be measured: {comparison.partial or why}")
     report(comparison, options.out, NAME, console)
     interruption.raise_if_interrupted()
     return comparison.is_exact

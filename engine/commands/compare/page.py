@@ -18,6 +18,7 @@ COLUMNS = (
     SPEEDUP,
     "range",
     "predicted",
+    "best K",
     "outputs",
     "drafted per step",
     "accepted (%)",
@@ -40,6 +41,8 @@ NOTES = {
     SPEEDUP: "measured with the token budget, as users run it: fewer tokens are drafted and verified where that is "
     "faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier ones.",
     "range": "smallest and largest speed-up of a round.",
+    "best K": "the depth with the most tokens/s, computed from acceptance and durations here. 0: do not draft. "
+    "4+: 4 is the largest depth that was measured; give a larger --depth.",
     "accepted (%)": "share of the steps that accept the draft token at depth 1, 2, ...",
     "ms per step": "median duration of a step, without the time of drafting.",
     "ms per drafted": "time of drafting per verified draft token of a request.",
@@ -82,7 +85,9 @@ def table_of(comparison: Comparison, condition: Condition, width: int = WIDE) ->
 
 
 def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
-    target, figures, row = comparison.predicted_for, result.figures, result.row
+    target, best = comparison.predicted_for, result.best_depth(comparison.profile)
+    figures, row = result.figures, result.row
+    positions = figures.accept_by_position
     return (
         row.name,
         str(row.depth) if row.has_depth else "",
@@ -92,9 +97,10 @@ def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
         "" if result.speedup is None else f"{result.speedup:.2f}x",
         "" if result.speedup_range is None else "{:.2f}-{:.2f}".format(*result.speedup_range),
         "" if target is None else f"{result.predicted(target):.2f}x",
+        "" if best is None else f"{best}{'+' if best == len(positions) > 0 else ''}",
         {True: "equal", False: "DIFFERENT", None: ""}[result.identical],
         f"{figures.drafted_per_step:.1f}",
-        " ".join(f"{100 * share:.0f}" for share in figures.accept_by_position[:POSITIONS]),
+        " ".join(f"{100 * share:.0f}" for share in positions[:POSITIONS]),
         _number(result.step_ms),
         _number(result.ms_per_drafted),
     )

@@ -65,6 +65,8 @@ class Figures:
     drafted_per_step: float = 0.0
     accept_by_position: list[float] = field(default_factory=list)
     """Share of steps that accepted the draft token at each depth from 1, so that tokens per step are 1 + their sum."""
+    drafted_by_position: list[float] = field(default_factory=list)
+    """Number of verified draft tokens at each depth."""
 
     @classmethod
     def of(cls, outputs: Sequence[Output], length: int, *, has_loops: bool) -> Figures:
@@ -82,6 +84,10 @@ class Figures:
             tokens_per_step_no_loops=_mean_tokens(outside) if has_loops and outside else None,
             drafted_per_step=sum(sum(step.drafted) for step in steps) / count,
             accept_by_position=[sum(step.accepted > place for step in steps) / count for place in range(depth)],
+            drafted_by_position=[
+                sum(step.drafted[place] for step in steps if place < len(step.drafted)) / count
+                for place in range(depth)
+            ],
         )
 
 
@@ -183,6 +189,23 @@ class Result:
         drafted = self.figures.drafted_per_step
         return None if self.drafting_ms is None or not drafted else self.drafting_ms / drafted
 
+    def best_depth(self, profile: CostProfile | None) -> int | None:
+        """Return the depth from 0 to K with the most tokens per second; None for combinations, for drafters that
+        cannot limit their depth, and if no durations were measured."""
+        if not self.row.has_depth or len(self.row.kinds) > 1 or profile is None or self.step_ms is None:
+            return None
+        figures = self.figures
+        # Both durations were measured in the same run, unlike the profile: other load may have changed since.
+        concurrency = self.condition.concurrency
+        load = self.step_ms / profile.step(concurrency * (1 + figures.drafted_per_step), concurrency)
+
+        def speedup(depth: int) -> float:
+            tokens, drafted = 1 + sum(figures.accept_by_position[:depth]), sum(figures.drafted_by_position[:depth])
+            drafting_ms = min(1.0, depth / max(1, self.row.depth)) * (self.drafting_ms or 0.0)
+            return profile.speedup(tokens, drafted, drafting_ms / load, concurrency)
+
+        return max(range(len(figures.accept_by_position) + 1), key=speedup)
+
     def predicted(self, profile: CostProfile) -> float:
         """Return the speed-up that this acceptance gives with the durations of `profile`."""
         figures, concurrency = self.figures, self.condition.concurrency
@@ -273,6 +296,7 @@ class Comparison:
                 {
                     **result.as_json(),
                     "drafting_ms_per_token": result.ms_per_drafted,
+                    "best_K": result.best_depth(self.profile),
                     "predicted_speedup": None if target is None else result.predicted(target),
                 }
                 for result in self.results

@@ -79,11 +79,13 @@ def test_every_figure_is_reported(compare, tmp_path):
     for result in results:
         assert result["identical"] is (None if result["verification"] == "rejection" else True)
         assert result["tokens_per_step"] == pytest.approx(1 + sum(result["accept_by_position"]))
+        assert result["drafted_per_step"] == pytest.approx(sum(result["drafted_by_position"]))
         assert (result["tokens_per_step_no_loops"] is None) == (result["temperature"] > 0)
         assert result["speedup"] > 0
         assert result["predicted_speedup"] > 0
         if result["drafter"] == "mtp":
             assert (result["K"], result["draft_shape"], result["drafted_per_step"]) == (3, "path", 3)
+            assert 0 <= result["best_K"] <= 3
         if result["drafter"] == "none":
             assert (result["tokens_per_step"], result["speedup"], result["drafted_per_step"]) == (1, 1, 0)
     assert list(document["skipped"]) == ["eagle"]
@@ -97,7 +99,7 @@ def test_every_figure_is_reported(compare, tmp_path):
 
 def test_only_the_columns_that_are_shown_are_explained():
     condition, row = Condition("exact", 0.0, 1), Row("mtp", "mtp", {}, 2, True, "path")
-    figures = Figures(2.0, 1.5, 2.0, [0.6, 0.4])
+    figures = Figures(2.0, 1.5, 2.0, [0.6, 0.4], [1.0, 1.0])
     result = Result(row, condition, figures, True, 1.0, 0.1, 50.0, 1.5, (1.4, 1.6), 20)
     settings = {"max_draft": 2, "earlier_requests": 0}
     comparison = Comparison(settings, CostProfile("cpu", "tiny", {1: {1: 1.0}}), results=[result])
@@ -106,7 +108,7 @@ def test_only_the_columns_that_are_shown_are_explained():
         assert not headings & set(hidden)
         explained = {note.partition(":")[0] for note in notes(comparison, width)}
         assert explained & set(COLUMNS) == headings & set(NOTES)
-    assert {"K", *WIDE_ONLY} - {"shape"} <= explained
+    assert {"K", "best K", *WIDE_ONLY} - {"shape"} <= explained
 
 
 def test_outputs_that_differ_are_reported(compare, tmp_path, monkeypatch):
@@ -153,7 +155,7 @@ def test_an_interrupted_comparison_keeps_its_results(compare, tmp_path, monkeypa
     code, out, _ = compare(tmp_path, "--requests", 2, "--concurrency", "2,1", "--temperature", 0, drafter="mtp")
     assert code == status
     document = read(tmp_path)
-    assert document["partial"] == "Partial: interrupted after 14 of 16 outputs"
+    assert document["partial"] == "Partial: it was interrupted after 14 of 16 outputs"
     assert [(result["concurrency"], result["prompts"]) for result in document["results"]] == [
         (2, 2), (2, 2), (1, 1), (1, 1),
     ]  # fmt: skip
@@ -174,6 +176,12 @@ def test_results_are_written_while_a_comparison_runs(compare, tmp_path, monkeypa
     assert [(row["drafter"], row["speedup"]) for row in rows] == [("none", None), ("mtp", None), ("medusa", None)]
     assert rows[1]["tokens_per_step"] == read(tmp_path)["results"][1]["tokens_per_step"]
     assert seen[0]["partial"] == "Partial: 3 of 6 outputs"
+
+
+def test_a_time_limit_ends_a_comparison(compare, tmp_path):
+    code, _, err = compare(tmp_path, "--requests", 1, "--time-limit", "0.0001")
+    assert code == 2
+    assert "Partial: it reached its limit of 0.0001 minutes after 0 of" in err
 
 
 def test_requests_run_at_the_same_time(compare, tmp_path):

@@ -48,6 +48,7 @@ def test_tokens_per_step_and_acceptance_of_known_drafts(model):
     assert figures.tokens_per_step == 3
     assert figures.drafted_per_step == 4
     assert figures.accept_by_position == [1, 1, 0, 0]
+    assert figures.drafted_by_position == [1, 1, 1, 1]
     assert figures.tokens_per_step_no_loops is None
     for output, completion in zip(outputs, plain, strict=True):
         assert np.array_equal(output.tokens[:LENGTH], completion.tokens[:LENGTH])
@@ -74,6 +75,7 @@ def test_figures_equal_those_counted_from_step_reports(model, temperature):
     assert figures.tokens_per_step == pytest.approx(tokens / steps)
     assert figures.drafted_per_step == pytest.approx(drafted / steps)
     assert sum(figures.accept_by_position) == pytest.approx(accepted / steps)
+    assert sum(figures.drafted_by_position) == pytest.approx(drafted / steps)
 
 
 def test_steps_within_loops_are_left_out():
@@ -85,6 +87,7 @@ def test_steps_within_loops_are_left_out():
     assert Figures.of([output], 50, has_loops=True).tokens_per_step_no_loops == pytest.approx(3)
     figures = Figures.of([output], 10, has_loops=True)  # later steps do not count
     assert figures.tokens_per_step == pytest.approx(3)
+    assert figures.drafted_by_position == pytest.approx([1, 2 / 3, 2 / 3])
 
 
 def test_groups_have_every_request_once():
