@@ -13,7 +13,7 @@ from engine.drafters.sources import DraftSource
 from engine.models.heads.formats import Head, check_head, load_head
 from engine.models.heads.medusa import MedusaHeads
 from engine.models.loader import check_draft_model, load_config, load_draft_model, load_model
-from engine.models.packed import pack, pack_linears, quantize_int8
+from engine.models.packed import pack, quantize_int8
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 from ssd.errors import UserError
 
@@ -80,7 +80,6 @@ def _load(kind: str, target: TargetInfo, folder: Path | None) -> Head:
         head = ModelHead(pack(load_draft_model(folder, target.folder, dtype=dtype, device=device)))
     else:
         folder = folder or default_folder(kind, target.folder)
-        head = load_head(kind, folder, target.config, target_folder=target.folder, dtype=dtype, device=device)
-        pack_linears(head, next(head.parameters()))
+        head = pack(load_head(kind, folder, target.config, target_folder=target.folder, dtype=dtype, device=device))
     head.attach(target.model)
     return head

@@ -11,6 +11,7 @@ of the input. It saves memory, but no time: a step of few tokens takes longer th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -55,23 +56,17 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(hidden, self._weight, self.bias, "none", [], "")
 
 
-def pack(decoder: Decoder) -> Decoder:
-    """Replace the linear layers of a decoder on the CPU with packed ones; without oneDNN support, return it unchanged.
+Module = TypeVar("Module", bound=nn.Module)
 
-    A packed decoder can neither be trained nor saved. The plain weights are freed one by one, so that only one layer at
-    a time needs memory for both.
+
+def pack(module: Module) -> Module:
+    """Replace the linear layers of a module on the CPU with packed ones, where oneDNN supports their dtype; return it.
+
+    Routers are float32 whatever the others are. A packed module can neither be trained nor saved. The plain weights are
+    freed one by one, so that only one layer at a time needs memory for both.
     """
-    pack_linears(decoder, decoder.embedding.weight)
-    return decoder
-
-
-def pack_linears(module: nn.Module, weight: Tensor) -> None:
-    """Replace the linear layers of a module on the CPU with packed ones, where oneDNN supports it.
-
-    weight: one of its weights, for their device and dtype.
-    """
-    if supports_onednn(weight.device, weight.dtype):
-        replace_linears(module, PackedLinear)
+    replace_linears(module, PackedLinear, lambda weight: supports_onednn(weight.device, weight.dtype))
+    return module
 
 
 def supports_onednn(device: torch.device, dtype: torch.dtype) -> bool:
@@ -81,17 +76,23 @@ def supports_onednn(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def replace_linears(module: nn.Module, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
+def replace_linears(
+    module: nn.Module,
+    make: Callable[[Tensor, Tensor | None], nn.Module],
+    is_replaced: Callable[[Tensor], bool] = lambda _: True,
+) -> None:
     """Replace the linear layers of a module, and those of its experts on a CPU.
 
-    make: returns the new layer for a weight [out, in] and a bias [out].
+    make: returns the new layer for a weight [out, in] and a bias [out]. is_replaced: for which weights.
     """
     for parent in list(module.modules()):
         for name, plain in list(parent.named_children()):
+            if not (isinstance(plain, nn.Linear | GroupedLinear) and is_replaced(plain.weight)):
+                continue
             if isinstance(plain, nn.Linear):
                 bias = None if plain.bias is None else plain.bias.detach()
                 setattr(parent, name, make(plain.weight.detach(), bias))
-            elif isinstance(plain, GroupedLinear) and plain.weight.is_cpu:
+            elif plain.weight.is_cpu:
                 setattr(parent, name, LinearPerExpert(make(weight, None) for weight in plain.weight.detach()))
 
 

@@ -7,7 +7,7 @@ from engine.models.config import ExpertsConfig
 from engine.models.experts import Experts, MixtureOfExperts, Routes, group_by_expert, route
 from engine.models.layers import PLAIN
 from engine.models.loader import load_model
-from engine.models.packed import Int8Linear, pack_linears, replace_linears
+from engine.models.packed import Int8Linear, pack, replace_linears
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 
@@ -70,7 +70,7 @@ def test_the_grouped_product_equals_a_loop_over_tokens(tokens):
     routes = Routes(torch.rand(tokens, 9).topk(3).indices, torch.rand(tokens, 3))
     expected = naive_experts(experts, hidden, routes)
     torch.testing.assert_close(experts(hidden, routes, PLAIN), expected, atol=1e-4, rtol=1e-4)
-    pack_linears(experts, experts.down_proj.weight)
+    pack(experts)
     torch.testing.assert_close(experts(hidden, routes, PLAIN), expected, atol=1e-4, rtol=1e-4)
 
 
