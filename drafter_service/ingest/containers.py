@@ -76,7 +76,7 @@ CHAT_LINE = re.compile(
     rb"(?:(user|human|usuario|observation(?=[ \d]*:)|(?<=# )prompt(?=:))"
     rb"|(assistant|asistente|agent|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|cursor|(?<=# )response(?=:)"
     rb"|(?:thought|action)(?=[ \d]*:)))"
-    rb"(?:[^\w\n]|_){0,9}(?:\d*:|$|(?<=[(\[])(?:\d{4}-|[^\n]{0,30}\d:\d\d))",
+    rb"(?:[^\w\n]|_){0,9}(?:\d*:|$|(?<=[(\[])(?:\d{4}-|[^\n]{0,60}\d:\d\d))",
     re.IGNORECASE | re.MULTILINE,
 )
 """Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text. The

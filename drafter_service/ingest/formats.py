@@ -34,7 +34,8 @@ SETTINGS = re.compile(
 """Types of events without a text: of a connection, and of the settings of a session."""
 
 LIKELY = re.compile(
-    r"answer|output|respon|complet|generat|gen_?text|final_?text|predict|solution|patch|reply|result|llm_?raw|raw_?llm|\.action$|^bot$",
+    r"answer|output|respon|complet|generat(?!or)|gen_?text|final_?text|predict|_pred$|solution|patch|reply|result"
+    r"|rationale|llm_?raw|raw_?llm|^code$|\.actions?$|^bot$",
     re.IGNORECASE,
 )
 """Names of fields, or the ends of their paths, that are suggested for --field."""
@@ -262,7 +263,7 @@ def _reached(value: object, path: str) -> Iterator[object]:
                 yield from _reached(value[key], rest)
     elif isinstance(value, list):
         for element in value[int(name) : int(name) + 1] if name.isdecimal() else value:
-            yield from _reached(element, rest if name.isdecimal() else path)
+            yield from _reached(element, rest if name.isdecimal() or name == "*" else path)
 
 
 def _joined(values: list[object]) -> Part | Chat | None:
@@ -312,6 +313,11 @@ def share(fields: str, names: Iterable[str]) -> float:
 
 def _advice(record: Value) -> str:
     """Return the --field that may read a record; "" if no field has a text and the name of an output."""
+    if (is_keyed := _is_keyed(record)) and isinstance(first := next(iter(record.values())), dict):
+        inner = _advice(first).rpartition("--field ")[2].strip("'")
+        return f"{HINT}*.{inner} is an output, give --field {quote(f'*.{inner}')}" if inner else ""
+    if is_keyed:
+        return f"{HINT}all values are outputs, give --field '*'"
     # Events and turns have texts of users and tools, too.
     is_turn = record.get("source", record.get("speaker")) in ("agent", "human", "system", "user")
     if {"type", "timestamp"} <= record.keys() or is_turn:
@@ -322,9 +328,36 @@ def _advice(record: Value) -> str:
     ]
     if not likely:
         return ""
-    path = max(likely, key=lambda path: (" " in texts[path], len(texts[path])))
+    path = _widened(max(likely, key=lambda path: (" " in texts[path], len(texts[path]))), likely, record)
     prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
     return f"{HINT}{path} is an output, give {prompt}--field {quote(path)}"
+
+
+def _is_keyed(record: Value) -> bool:
+    """Return whether the names of fields are ids, and their values of one kind: objects, texts or lists of texts."""
+    kinds = {
+        str if isinstance(value, list) and value and isinstance(value[0], str) else type(value)
+        for value in record.values()
+    }
+    is_long = len(record) > MAX_NAMES and FIELDS.isdisjoint(record)
+    return kinds in ({dict}, {str}) and (is_long or not any(map(NAME.fullmatch, record)))
+
+
+def _widened(path: str, likely: list[str], record: Value) -> str:
+    """Return the pattern of most likely paths that differ in one part, or in numbers, and that nothing else has."""
+    parts = path.split(".")
+    patterns = [re.sub(r"\d+", "*", path)] + [
+        ".".join([*parts[:at], "*", *parts[at + 1 :]]) for at in range(len(parts))
+    ]
+    alike = {pattern: [one for one in likely if fnmatchcase(one, pattern)] for pattern in patterns}
+    exact = [
+        pattern for pattern in patterns if _count(record, pattern) == sum(_count(record, one) for one in alike[pattern])
+    ]
+    return max([path, *exact], key=lambda pattern: len(alike.get(pattern, [path])))
+
+
+def _count(record: Value, path: str) -> int:
+    return sum(1 for _ in _reached(record, path))
 
 
 def _texts_in(record: Value, before: str) -> Iterator[tuple[str, str]]:
@@ -367,11 +400,15 @@ FORMATS = (
     Format("Anthropic messages", "role content type", readers.response),
     Format("Cohere", "finish_reason message", readers.response),
     Format("Gemini", "candidates", readers.response, group=sessions.GeminiStream),
-    Format("OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages", readers.span),
+    Format(
+        "OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages|gen_ai.completion", readers.span
+    ),
     Format("ChatGPT, export", "mapping", trajectories.tree),
     Format("VS Code, Copilot Chat", "requests responderUsername", trajectories.copilot),
+    Format("Google AI Studio", "chunkedPrompt", trajectories.ai_studio),
     Format("prompt and samples", "samples model|prompt", readers.columns(("samples",))),
     Format("Inspect, sample", "messages output epoch", readers.messages),
+    Format("BFCL", "result id|idx input_token_count|latency|inference_log", readers.bfcl),
     Format("request and response", "|".join(readers.RESPONSES), readers.request_and_response),
     Format("OpenAI batch, input", "custom_id body", readers.unanswered),
     Format("HTTP, recorded response", "headers body status", readers.response),

@@ -65,11 +65,13 @@ In lowercase."""
 OF_TOOLS = frozenset(words("toolCallId tool_call_id toolUseId tool_use_id"))
 """Fields of results of tools."""
 OF_PROGRAMS = frozenset(
-    words("jsonrpc command cmd exit_code exitCode returncode stdout stderr tool tool_name toolName arguments")
+    words(
+        "jsonrpc command cmd exit_code exitCode returncode stdout stderr tool tool_name toolName arguments inputSchema"
+    )
 )
-"""Fields of records of tools and programs, whose results and outputs no model wrote."""
-BESIDE_TEXT = frozenset(words("role speaker from sender is_user turn turn_id question query answers"))
-"""Fields of records whose text is a turn of somebody, or a passage that is asked about."""
+"""Fields of records of tools (also of their descriptions) and programs, whose results and outputs no model wrote."""
+BESIDE_TEXT = frozenset(words("role speaker from sender is_user turn turn_id question query answers label labels"))
+"""Fields of records whose text is a turn of somebody, or a passage that is asked about or classified."""
 OF_MODELS = frozenset(words("agent generator model model_id usage"))
 """Fields that tell that a model wrote an output without a prompt."""
 READABLE = (str, list, dict, np.ndarray, type(None))
@@ -210,7 +212,20 @@ def chosen(record: Value, skipped: list[str]) -> list[Found] | None:
         return exchange(before + mark, answer.strip(), skipped)
     if isinstance(chosen, list) and len(chosen) > 1 and is_chat(chosen):
         return (conversation(chosen, record, skipped) or [])[-1:]
+    if isinstance(chosen, list) and prompt is None and not is_chat(chosen):
+        return None
     return [Found(output, prompt) for output in outputs_of(chosen, skipped)]
+
+
+def bfcl(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a text, calls such as {"name": "{...}"}, or lists of these: the steps in each turn."""
+    result = record["result"]
+    if isinstance(result, list) and all(isinstance(one, dict) and len(one) == 1 for one in result):
+        calls = [{"name": name, "arguments": arguments} for one in result for name, arguments in one.items()]
+        result = {"role": ASSISTANT, "tool_calls": calls}
+    elif isinstance(result, list):
+        return [found for one in result for found in bfcl({"result": one}, skipped) or []]
+    return [Found(output) for output in outputs_of(result, skipped)]
 
 
 def columns(names: Iterable[str]) -> Reader:
@@ -320,7 +335,8 @@ def text(record: Value, _: list[str]) -> list[Found] | None:
     is_event = isinstance(record.get("type"), str) and not record.keys().isdisjoint(BEGAN)
     is_event = is_event or isinstance(record.get("event"), str)
     is_text = isinstance(written, str) and written and not is_event and not TASK & record.keys()
-    if not is_text or BESIDE_TEXT & record.keys() or is_chat([record]):
+    is_question = "question_id" in record and OF_MODELS.isdisjoint(record)  # Of Vicuna and MT-Bench
+    if not is_text or is_question or BESIDE_TEXT & record.keys() or is_chat([record]):
         return None
     # Searching a single character first takes a tenth of the time.
     possible = (turns for turns in TURNS if turns[0][0] in written)

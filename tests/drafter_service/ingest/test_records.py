@@ -373,6 +373,11 @@ CASES = {
             {"message": {"text": "And?"}, "response": [{"value": "So"}, {"kind": "undoStop"}, {"value": "."}]}]}],
          [(["Why?"], CALLED), (["Why?", CALLED, '"seen"'], "Because."), (["Why?", CALLED, '"seen"', "Because.", "And?"], "So.")]),
     ],
+    "Google AI Studio": [
+        ([{"chunkedPrompt": {"chunks": [
+            {"role": "user", "text": "Why?"}, {"role": "model", "text": "Hm.", "isThought": True},
+            {"role": "model", "text": "Because."}]}, "runSettings": {"model": "m"}}], [(["Why?"], "Hm.\n\nBecause.")]),
+    ],
     "prompt and samples": [
         ([{"prompt": "Why?", "samples": ["a", "b"]}], [("Why?", "a"), ("Why?", "b")]),
         ([{"model": "m", "samples": [{"id": "1", "output": "a", "passed": True}]}], [(None, "a")]),
@@ -381,6 +386,13 @@ CASES = {
         ([{"id": 1, "epoch": 1, "input": "Why?", "target": "gold", "output": {"choices": CHOICES},
            "messages": [USER | {"source": "input"}, ANSWER | {"source": "input"}, USER, ANSWER | {"source": "generate"}]}],
          [(["Why?", "Because.", "Why?"], "Because.")]),
+    ],
+    "BFCL": [
+        ([{"id": "1", "result": "[look(at='it')]", "latency": 1.5}], [(None, "[look(at='it')]")]),
+        ([{"idx": 1, "result": [{"look": '{"at": "it"}'}], "input_token_count": 9}], [(None, CALLED)]),
+        ([{"id": "1", "result": [[[{"look": '{"at": "it"}'}], "Seen."], ["So."]], "latency": [[1, 1], [1]]}],
+         [(None, CALLED), (None, "Seen."), (None, "So.")]),
+        ([{"id": "1", "result": [], "latency": 1.5}], []),
     ],
     "request and response": [
         ([{"input": {"messages": [USER]}, "output": {"messages": [USER, CALLING, RESULT, ANSWER]}}],
@@ -664,7 +676,9 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        (["text"], NO_FORMAT),
+        (["text"], f"{NO_FORMAT}; if all values are outputs, give --field '*'"),
+        ({"chosen": ["choosen"], "wich": ["which"]}, f"{NO_FORMAT} in a record with the fields chosen, wich; the nearest format is TRL and DPO, preferences (chosen or chosen_messages)"),
+        ({"name": "clear", "inputSchema": {}, "response": {"content": [{"type": "text", "text": "x"}]}}, NOT_A_MODEL),
         ("text", NOT_A_RECORD),
         (None, NOT_A_RECORD),
         ({}, NO_FORMAT),
@@ -740,7 +754,7 @@ def test_a_record_without_an_output_has_one_reason(record, reason):
         ({"question": "q", "choices": ["a", "b"], "answer": "a"}, ("answer, choices, question",)),
         ({"question": "q", "m": {"solution": "s"}}, ("m, question", "--field question --field m.solution")),
         ({"respones": "typo"}, ("respones", "prompt and completion")),
-        ({"instruction": "i", "output_1": "a", "output_2": "b"}, ("input and output", "if output_1 is", "--field instruction --field output_1")),
+        ({"instruction": "i", "output_1": "a", "output_2": "b"}, ("input and output", "if output_* is", "--field instruction --field 'output_*'")),
         ({"question": "q", "answer": "x", "truth": "long " * 20, "context": "long " * 40}, ("--field question --field answer",)),
         ({"instance_id": "1", "model_patch": "diff --git a b"}, ("--field model_patch",)),
         ({"question": "q", "first_response": "a long answer", "grader_output": "a judge's text, which is longer"}, ("--field first_response",)),
@@ -753,6 +767,14 @@ def test_a_record_without_an_output_has_one_reason(record, reason):
         ({"user_prompt": "Why?", "gpt_answer": "It is so."}, ("--field user_prompt --field gpt_answer",)),
         ({"id": "simple_0", "result": "f(x=1) and so on"}, ("--field result",)),
         ({"messages": [USER, ANSWER], "rejected_messages": []} | {"messages": "none"}, ("messages, rejected_messages",)),
+        ({"query": "q", "gt": "gold", "m-1_pred": "It is so."}, ("--field query --field m-1_pred",)),
+        ({"generator": "m", "code": "x = 1", "language": "python"}, ("--field code",)),
+        ({"question": "q", "a": {"solution": "x"}, "b": {"solution": "It is y."}}, ("--field question --field '*.solution'",)),
+        ({"a": {"solution": "It is x."}, "b": {"solution": "It is y."}, "gold": {"solution": "z"}}, ("--field a.solution",)),
+        ({"raw_generations": {f"sample_{index}": ["f(x)"] for index in range(9)}}, ("--field 'raw_generations.sample_*'",)),
+        ({str(index): "select it" for index in range(20)}, ("if all values are outputs, give --field '*'",)),
+        ({str(index): {"query": "q", "turns": {"actions": ["look"]}} for index in range(20)}, ("--field '*.turns.actions'",)),
+        ({f"owner/{'name' * 20}": {"instance_id": "1", "model_patch": "diff --git a b"}}, ("--field '*.model_patch'",)),
     ],
 )  # fmt: skip
 def test_refusals_name_fields_the_nearest_format_and_the_option(record, parts):
@@ -781,6 +803,8 @@ def test_a_field_that_is_empty_in_the_first_records_is_suggested():
         {"speaker": "user", "text": "long " * 20},
         {"id": 1, "type": "message", "date": "t", "from": "Ann", "text": "long " * 20},
         {"question": "Why?", "text": "long " * 20},
+        {"question_id": 1, "text": "long " * 20, "category": "generic"},
+        {"id": 1, "text": "long " * 20, "labels": "Billing;Refund"},
         {"name": "Ann", "output": "long " * 20},
         {"ts": 1, "type": "say", "say": "task", "text": "long " * 20},
         {
@@ -973,6 +997,7 @@ def test_a_system_prompt_begins_the_next_session():
         (("list.text",), [(None, "one"), (None, "two")]),
         (("list.1.text",), [(None, "two")]),
         (("a.*",), [(None, "deep")]),
+        (("list.*.text",), [(None, "one"), (None, "two")]),
         (("resp*",), [(None, "unused")]),
         (("chat",), [(["Why?"], "Because.")]),
         (("chat.1",), [(None, "Because.")]),
