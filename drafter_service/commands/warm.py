@@ -116,11 +116,11 @@ def _load(files: list[File], reading: Reading, sink: Sink, *, quiet: bool) -> To
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         task = progress.add_task("reading", total=total or None, speed="")
 
-        def watch(state: pipeline.LoadProgress) -> None:
+        def watch(bytes_read: int, tokens: int) -> None:
             seconds = progress.tasks[task].elapsed or 1e-9
-            speed = f"{state.tokens / seconds:,.0f} tokens/s"
-            stage = "sorting and saving" if total and state.bytes_read >= total else "reading"
-            progress.update(task, completed=state.bytes_read, speed=speed, description=stage)
+            speed = f"{tokens / seconds:,.0f} tokens/s"
+            stage = "sorting and saving" if total and bytes_read >= total else "reading"
+            progress.update(task, completed=bytes_read, speed=speed, description=stage)
             excerpts.show()
 
         return pipeline.load(files, reading, sink, watch)

@@ -22,7 +22,7 @@ from drafter_service.ingest.formats import read_records
 from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
 from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.sessions import Record, is_markdown_chat, markdown_chat
+from drafter_service.ingest.sessions import AIDER_BEGINS, Record, markdown_chat
 from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
 from drafter_service.ingest.token_files import read_npy, read_npz, read_snapshot
 from ssd.corpus.sections import MAGIC
@@ -187,7 +187,7 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         return layout
     if suffix in (".csv", ".tsv") or is_csv(head):
         return "CSV"
-    if is_markdown_chat(head.decode(errors="replace")):
+    if AIDER_BEGINS.encode() in head:
         return "Markdown chat"
     if VLLM_LINE.search(head):
         raise RecordError(VLLM_LOG)

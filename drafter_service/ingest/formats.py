@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from shlex import quote
@@ -75,7 +74,7 @@ class Format(NamedTuple):
 @lru_cache(MAX_SHAPES)
 def _rows_of(names: tuple[str, ...]) -> list[Format]:
     """Return the rows of the formats that records with these fields may have."""
-    return [row for row in FORMATS if share(row.fields, names) == 1 or not row.fields]
+    return [row for row in FORMATS if all(not {*field.split("|")}.isdisjoint(names) for field in row.fields.split())]
 
 
 def read_records(
@@ -169,11 +168,6 @@ def _is_setting(event: Value) -> bool:
     texts = [value for value in event.values() if not isinstance(value, int | float | None)]
     is_of_session = sessions.CLAUDE_FIELDS & event.keys() and not event.keys() & {"type", "message", *sessions.OTHERS}
     return bool(is_of_session) and all(isinstance(text, str) and " " not in text for text in texts)
-
-
-def is_conversation(found: list[Found]) -> bool:
-    """Return whether the outputs of a record are turns of one conversation, and not answers to the same prompt."""
-    return len({len(one.prompt.messages) if isinstance(one.prompt, Chat) else 0 for one in found}) > 1
 
 
 def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] | None:
@@ -283,32 +277,7 @@ def _joined(values: list[object]) -> Part | Chat | None:
 
 def refusal(record: Value) -> str:
     """Return why a record is not read, with the names of its fields but without any of its values."""
-    near = {
-        name
-        for field, value in record.items()
-        for name in (field, *get_close_matches(field, FIELDS, 1, 0.75))
-        if not _is_fact(value)
-    }
-    rows = [
-        (share(row.fields, near) * share(row.fields.split()[0], near), row)
-        for row in FORMATS
-        if row.read is not None and row.fields
-    ]
-    nearness, nearest = max(reversed(rows), key=lambda row: row[0])
-    needs = ", ".join(" or ".join(field.split("|")[:3]) for field in nearest.fields.split())
-    shown = f"; the nearest format is {nearest.name} ({needs})" if nearness else ""
-    return NO_FORMAT + _names(record) + shown + _advice(record)
-
-
-def _is_fact(value: object) -> bool:
-    """Return whether a value is a count, as in `output_tokens`, or a status, and so tells nothing about the format."""
-    return isinstance(value, int | float) or (isinstance(value, str) and STATUS.fullmatch(value) is not None)
-
-
-def share(fields: str, names: Iterable[str]) -> float:
-    """Return the share of a format's fields that are among the names: 1 if a record with these may have it."""
-    needed = fields.split()
-    return sum(any(name in names for name in field.split("|")) for field in needed) / max(len(needed), 1)
+    return NO_FORMAT + _names(record) + _advice(record)
 
 
 def _advice(record: Value) -> str:
@@ -346,18 +315,16 @@ def _is_keyed(record: Value) -> bool:
 def _widened(path: str, likely: list[str], record: Value) -> str:
     """Return the pattern of most likely paths that differ in one part, or in numbers, and that nothing else has."""
     parts = path.split(".")
-    patterns = [re.sub(r"\d+", "*", path)] + [
-        ".".join([*parts[:at], "*", *parts[at + 1 :]]) for at in range(len(parts))
-    ]
-    alike = {pattern: [one for one in likely if fnmatchcase(one, pattern)] for pattern in patterns}
-    exact = [
-        pattern for pattern in patterns if _count(record, pattern) == sum(_count(record, one) for one in alike[pattern])
-    ]
-    return max([path, *exact], key=lambda pattern: len(alike.get(pattern, [path])))
-
-
-def _count(record: Value, path: str) -> int:
-    return sum(1 for _ in _reached(record, path))
+    best, count = path, 1
+    for pattern in (
+        re.sub(r"\d+", "*", path),
+        *(".".join([*parts[:at], "*", *parts[at + 1 :]]) for at in range(len(parts))),
+    ):
+        alike = [one for one in likely if fnmatchcase(one, pattern)]
+        reached = sum(len([*_reached(record, one)]) for one in alike)
+        if len(alike) > count and reached == len([*_reached(record, pattern)]):
+            best, count = pattern, len(alike)
+    return best
 
 
 def _texts_in(record: Value, before: str) -> Iterator[tuple[str, str]]:
@@ -384,11 +351,7 @@ FORMATS = (
     Format("streamed events of other APIs", "|".join(("type", *answers.BEDROCK)), group=Stream),
     Format("Ollama", "done message|response", group=Stream),
     Format("llama.cpp", "content stop", group=Stream),
-    Format(
-        "OpenHands, events",
-        "action|observation source",
-        group=sessions.Actions,
-    ),
+    Format("OpenHands, events", "action|observation source", group=sessions.Actions),
     Format(
         "messages, one per record",
         "role|from|type|author|isCreatedByUser|record_type|info content|value|parts|text|message|data|tool_calls"
@@ -438,17 +401,11 @@ FORMATS = (
 )
 """All formats. The first one that a record has is read."""
 
-FIELDS = (
-    frozenset(
-        (
-            *(name for row in FORMATS for field in row.fields.split() for name in field.split("|")),
-            *readers.REQUESTS,
-            *answers.CHATS,
-        )
+FIELDS = frozenset(
+    (
+        *re.findall(r"[^ |]+", " ".join(row.fields for row in FORMATS)),
+        *(*readers.REQUESTS, *answers.CHATS, *answers.PROMPT_IDS, *answers.PROMPTS, *ORIGIN_FIELDS),
+        *(*readers.THOUGHTS, *(f"model_{name}" for name in readers.THOUGHTS), "tools", "chat_template_kwargs"),
     )
-    | frozenset(
-        (*answers.PROMPT_IDS, *answers.PROMPTS, *readers.THOUGHTS, "tools", "chat_template_kwargs", *ORIGIN_FIELDS)
-    )
-    | frozenset(f"model_{name}" for name in readers.THOUGHTS)
 )
 """Names of all fields that are read in a row of a table."""

@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 
 from drafter_service.ingest import answers
-from drafter_service.ingest.answers import (
-    Found,
-    body_of,
-    conversation,
-    exchange,
-    outputs_of,
-    prompt_of,
-)
+from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
 from drafter_service.ingest.chats import ASSISTANT, Chat, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import BEGAN
 from drafter_service.ingest.sessions import NO_ANSWER

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from drafter_service.commands.advise.reading import LogFacts
     from drafter_service.commands.advise.trials import Outcome, Trial
     from drafter_service.ingest.files import File
-    from drafter_service.ingest.pipeline import LoadProgress
     from drafter_service.ingest.reading import Reading
     from ssd.budget.cost_profile import CostProfile
     from ssd.replay import Recording
@@ -117,8 +116,8 @@ def _read(
     task = progress.add_task("reading", total=total or None)
     excerpts = Excerpts(progress.console, reading, quiet=quiet)
 
-    def watch(state: LoadProgress) -> None:
-        progress.update(task, completed=state.bytes_read)
+    def watch(bytes_read: int, _: int) -> None:
+        progress.update(task, completed=bytes_read)
         excerpts.show()
 
     return read_requests(files, reading, tokens, watch)

@@ -412,7 +412,10 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "charla.md": ("### Mensaje 1 — Usuario\nHola\n\n### Mensaje 2 — Asistente\nHola\n".encode(), CHAT_LOG),
         "log.txt": (b"2025-10-27 10:01:00 User: Why?\n2025-10-27 10:02:00 Agent: So.\n", CHAT_LOG),
         "exported.md": (b"# Sea\n\n_**User**_\n\nWhy?\n\n_**Assistant**_\n\nSo.\n", CHAT_LOG),
-        "exported3.md": (b"_**User (2026-01-16 10:26:02Z)**_\n\nWhy?\n\n_**Agent (some-long-model-5-20260101 2026-01-16 10:26:05Z)**_\n\nSo.\n", CHAT_LOG),
+        "exported3.md": (
+            b"_**User (2026-01-16 10:26Z)**_\n\nWhy?\n\n_**Agent (claude-opus-4-5-20260101 2026-01-16 10:26Z)**_\n",
+            CHAT_LOG,
+        ),
         "exported2.md": (b"**User**\n\nWhy?\n\n---\n\n**Cursor**\n\nSo.\n", CHAT_LOG),
         "prompts.md": (b"## Prompt:\nWhy?\n\n## Response:\nSo.\n", CHAT_LOG),
         "terminal.txt": ("> Why?\n\n⏺ Bash(ls)\n  ⎿  a.py\n\n⏺ So.\n".encode(), CHAT_LOG),

@@ -44,7 +44,6 @@ from drafter_service.ingest.sessions import (
     UNNAMED,
     Record,
     Unread,
-    is_markdown_chat,
     markdown_chat,
 )
 
@@ -677,7 +676,7 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
     ("record", "reason"),
     [
         (["text"], f"{NO_FORMAT}; if all values are outputs, give --field '*'"),
-        ({"chosen": ["choosen"], "wich": ["which"]}, f"{NO_FORMAT} in a record with the fields chosen, wich; the nearest format is TRL and DPO, preferences (chosen or chosen_messages)"),
+        ({"chosen": ["choosen"], "wich": ["which"]}, f"{NO_FORMAT} in a record with the fields chosen, wich"),
         ({"name": "clear", "inputSchema": {}, "response": {"content": [{"type": "text", "text": "x"}]}}, NOT_A_MODEL),
         ("text", NOT_A_RECORD),
         (None, NOT_A_RECORD),
@@ -749,18 +748,18 @@ def test_a_record_without_an_output_has_one_reason(record, reason):
 @pytest.mark.parametrize(
     ("record", "parts"),
     [
-        ({"question": "q", "answer": "gold"}, ("answer, question", "question and answer of a model", "--field question --field answer")),
+        ({"question": "q", "answer": "gold"}, ("answer, question", "--field question --field answer")),
         ({"prompt": "p", "canonical_solution": "s", "test": "t", "task_id": "1"}, ("canonical_solution, prompt, task_id, test",)),
         ({"question": "q", "choices": ["a", "b"], "answer": "a"}, ("answer, choices, question",)),
         ({"question": "q", "m": {"solution": "s"}}, ("m, question", "--field question --field m.solution")),
-        ({"respones": "typo"}, ("respones", "prompt and completion")),
-        ({"instruction": "i", "output_1": "a", "output_2": "b"}, ("input and output", "if output_* is", "--field instruction --field 'output_*'")),
+        ({"respones": "typo"}, ("respones",)),
+        ({"instruction": "i", "output_1": "a", "output_2": "b"}, ("if output_* is", "--field instruction --field 'output_*'")),
         ({"question": "q", "answer": "x", "truth": "long " * 20, "context": "long " * 40}, ("--field question --field answer",)),
         ({"instance_id": "1", "model_patch": "diff --git a b"}, ("--field model_patch",)),
         ({"question": "q", "first_response": "a long answer", "grader_output": "a judge's text, which is longer"}, ("--field first_response",)),
         ({"output": "o", "code": "c", "input": "i"}, ("code, input, output", "--field input --field output")),
         ({"task_id": "1", "final_result": "failed", "steps": [{"action": "go to it", "observation": "You are there."}]}, ("--field steps.action",)),
-        ({"question": "q", "answer": "It is so.", "output_tokens": 9, "promptTokens": 9}, ("question and answer of a model", "--field question --field answer")),
+        ({"question": "q", "answer": "It is so.", "output_tokens": 9, "promptTokens": 9}, ("--field question --field answer",)),
         ({"query": "q", "input_docs": ["d"], "llm_raw": "It is so."}, ("--field query --field llm_raw",)),
         ({"case_id": "1", "final_text": "It is so."}, ("--field final_text",)),
         ({"user": "Why?", "bot": "Because."}, ("--field bot",)),
@@ -777,7 +776,7 @@ def test_a_record_without_an_output_has_one_reason(record, reason):
         ({f"owner/{'name' * 20}": {"instance_id": "1", "model_patch": "diff --git a b"}}, ("--field '*.model_patch'",)),
     ],
 )  # fmt: skip
-def test_refusals_name_fields_the_nearest_format_and_the_option(record, parts):
+def test_refusals_name_fields_and_the_option(record, parts):
     (reason,) = skipped(record)
     assert reason.startswith(NO_FORMAT)
     for part in parts:
@@ -832,7 +831,6 @@ def test_texts_that_may_be_of_tools_and_users_are_counted_and_not_read(record):
     assert outputs(record) == []
     assert skipped(record)
     assert "--field" not in skipped(record)[0] or {"answer_html", "modalities", "output"} & record.keys()
-    assert "nearest" not in skipped(record)[0] or "totalTokens" not in record
 
 
 @pytest.mark.parametrize(
@@ -1062,7 +1060,6 @@ Because.
 
 def test_the_chat_history_of_aider():
     text = AIDER.format(end="  ")
-    assert is_markdown_chat(text)
     code = "a.py\n```python\n> not a note of aider\n#### nor a line of the user\n```\nDone."
     before = ["Write it.\nIn two lines.", code, "/run ls\n/ask And why?"]
     values = list(markdown_chat(text.splitlines(keepends=True)))
