@@ -56,7 +56,9 @@ EMPTY = "an empty file"
 NO_RECORDS = "a file without records"
 SQLITE = "a database of SQLite; export its messages to JSON"
 BINARY = "a file that is neither text nor of a known format"
-NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
+INSPECT = ("_journal/start.json", "_journal/summaries/", "header.json", "summaries.json")
+"""Members of Inspect's logs that only repeat facts of the samples in the others."""
+NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns all of it as text"
 CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
 ONE_SIDE = "the user's side of chats as text, which no model wrote; --text learns it"
 NOTEBOOK = "a notebook, whose outputs are those of programs; export its answers to JSON, or its code to .py"
@@ -144,8 +146,9 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
     if kind == "zip":
         archive = ZipFileSystem(opened.seekable())
         reading = replace(reading, kinds=Counter())
-        for path, info in archive.find("", detail=True).items():
-            if not path.startswith("__MACOSX/"):
+        members = archive.find("", detail=True)
+        for path, info in members.items():
+            if not path.startswith(("__MACOSX/", *(INSPECT if INSPECT[0] in members else ()))):
                 opened.bytes_read = info["header_offset"]
                 file = File(archive, path, f"{opened.file.name}/{path}", info["size"])
                 for items, _ in _read_file(file, reading):

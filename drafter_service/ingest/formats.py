@@ -282,11 +282,12 @@ def refusal(record: Value) -> str:
 
 def _advice(record: Value) -> str:
     """Return the --field that may read a record; "" if no field has a text and the name of an output."""
-    if (is_keyed := _is_keyed(record)) and isinstance(first := next(iter(record.values())), dict):
-        inner = _advice(first).rpartition("--field ")[2].strip("'")
-        return f"{HINT}*.{inner} is an output, give --field {quote(f'*.{inner}')}" if inner else ""
-    if is_keyed:
-        return f"{HINT}all values are outputs, give --field '*'"
+    firsts = [value[0] if isinstance(value, list) and value else value for value in record.values()]
+    is_long = len(record) > MAX_NAMES and FIELDS.isdisjoint(record)
+    if len(kinds := {*map(type, firsts)}) == 1 and (is_long or not any(map(NAME.fullmatch, record))):  # Keyed by ids
+        if kinds == {dict} and (inner := _advice(firsts[0]).rpartition("--field ")[2].strip("'")):
+            return f"{HINT}*.{inner} is an output, give --field {quote(f'*.{inner}')}"
+        return f"{HINT}all values are outputs, give --field '*'" if kinds == {str} else ""
     # Events and turns have texts of users and tools, too.
     is_turn = record.get("source", record.get("speaker")) in ("agent", "human", "system", "user")
     if {"type", "timestamp"} <= record.keys() or is_turn:
@@ -302,24 +303,12 @@ def _advice(record: Value) -> str:
     return f"{HINT}{path} is an output, give {prompt}--field {quote(path)}"
 
 
-def _is_keyed(record: Value) -> bool:
-    """Return whether the names of fields are ids, and their values of one kind: objects, texts or lists of texts."""
-    kinds = {
-        str if isinstance(value, list) and value and isinstance(value[0], str) else type(value)
-        for value in record.values()
-    }
-    is_long = len(record) > MAX_NAMES and FIELDS.isdisjoint(record)
-    return kinds in ({dict}, {str}) and (is_long or not any(map(NAME.fullmatch, record)))
-
-
 def _widened(path: str, likely: list[str], record: Value) -> str:
     """Return the pattern of most likely paths that differ in one part, or in numbers, and that nothing else has."""
     parts = path.split(".")
+    patterns = [".".join([*parts[:at], "*", *parts[at + 1 :]]) for at in range(len(parts))]
     best, count = path, 1
-    for pattern in (
-        re.sub(r"\d+", "*", path),
-        *(".".join([*parts[:at], "*", *parts[at + 1 :]]) for at in range(len(parts))),
-    ):
+    for pattern in (re.sub(r"\d+", "*", path), *patterns):
         alike = [one for one in likely if fnmatchcase(one, pattern)]
         reached = sum(len([*_reached(record, one)]) for one in alike)
         if len(alike) > count and reached == len([*_reached(record, pattern)]):

@@ -205,7 +205,7 @@ def chosen(record: Value, skipped: list[str]) -> list[Found] | None:
         return exchange(before + mark, answer.strip(), skipped)
     if isinstance(chosen, list) and len(chosen) > 1 and is_chat(chosen):
         return (conversation(chosen, record, skipped) or [])[-1:]
-    if isinstance(chosen, list) and prompt is None and not is_chat(chosen):
+    if isinstance(chosen, list) and any(isinstance(part, str) for part in chosen):  # A dictionary of words
         return None
     return [Found(output, prompt) for output in outputs_of(chosen, skipped)]
 

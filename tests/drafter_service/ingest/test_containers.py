@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import json
 import lzma
 import os
 import threading
@@ -505,3 +506,16 @@ def test_archives_are_read_member_by_member(tmp_path):
     np.savez(tmp_path / "a.npz", tokens=np.arange(10))
     (tmp_path / "a.npz").rename(tmp_path / "a.jsonl")
     assert list(documents_in(tmp_path / "a.jsonl")[0].values()) == [list(range(10))]
+
+
+def test_parts_of_inspects_logs_beside_the_samples_are_not_counted(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.eval", "w") as archive:
+        for name in ("_journal/start.json", "_journal/summaries/1.json", "header.json", "summaries.json"):
+            archive.writestr(name, json.dumps({"eval": {"task": "t"}, "input": "Why?", "target": "gold"}))
+        archive.writestr("samples/1_epoch_1.json", json.dumps(RECORDS[0]))
+    documents, reading = documents_in(tmp_path / "a.eval", reading=small())
+    assert list(documents.values()) == LEARNED[:1]
+    assert reading.faults.count == 0
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("summaries.json", json.dumps(RECORDS[0]))
+    assert list(documents_in(tmp_path / "a.zip")[0].values()) == LEARNED[:1]

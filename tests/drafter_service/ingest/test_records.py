@@ -335,6 +335,7 @@ CASES = {
         ([{"candidates": [{"output": "Because."}]}] * 2, [(None, "Because.")] * 2),
     ],
     "OpenTelemetry and OpenInference, span": [
+        ([{"gen_ai.operation.name": "chat", "gen_ai.prompt": [USER], "gen_ai.completion": [ANSWER]}], [(["Why?"], "Because.")]),
         ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS])}], [(["Why?"], "Because.")]),
         ([{"span_kind": "LLM", "attributes": {
             "llm.input_messages.0.message.role": "user", "llm.input_messages.0.message.content": "Why?",
@@ -676,7 +677,7 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
     ("record", "reason"),
     [
         (["text"], f"{NO_FORMAT}; if all values are outputs, give --field '*'"),
-        ({"chosen": ["choosen"], "wich": ["which"]}, f"{NO_FORMAT} in a record with the fields chosen, wich"),
+        ({"chosen": ["choosen"], "question": ["qestion"]}, f"{NO_FORMAT} in a record with the fields chosen, question"),
         ({"name": "clear", "inputSchema": {}, "response": {"content": [{"type": "text", "text": "x"}]}}, NOT_A_MODEL),
         ("text", NOT_A_RECORD),
         (None, NOT_A_RECORD),
