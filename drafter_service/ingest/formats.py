@@ -251,7 +251,7 @@ def _reached(value: object, path: str) -> Iterator[object]:
         yield value
     elif isinstance(value, dict) and (path in value or name in value):
         yield from _reached(value[path], "") if path in value else _reached(value[name], rest)
-    elif isinstance(value, dict) and "*" in name:
+    elif isinstance(value, dict) and ("*" in name or "?" in name):
         for key in value:
             if fnmatchcase(key, name):
                 yield from _reached(value[key], rest)
@@ -304,11 +304,11 @@ def _advice(record: Value) -> str:
 
 
 def _widened(path: str, likely: list[str], record: Value) -> str:
-    """Return the pattern of most likely paths that differ in one part, or in numbers, and that nothing else has."""
+    """Return the pattern of most likely paths, alike but for a part, number or last letter, which no others have."""
     parts = path.split(".")
     patterns = [".".join([*parts[:at], "*", *parts[at + 1 :]]) for at in range(len(parts))]
     best, count = path, 1
-    for pattern in (re.sub(r"\d+", "*", path), *patterns):
+    for pattern in (re.sub(r"\d+", "*", path), re.sub("(?<=_)[A-Za-z]$", "?", path), *patterns):
         alike = [one for one in likely if fnmatchcase(one, pattern)]
         reached = sum(len([*_reached(record, one)]) for one in alike)
         if len(alike) > count and reached == len([*_reached(record, pattern)]):
