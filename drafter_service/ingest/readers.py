@@ -63,8 +63,8 @@ OF_PROGRAMS = frozenset(
     )
 )
 """Fields of records of tools (also of their descriptions) and programs, whose results and outputs no model wrote."""
-BESIDE_TEXT = frozenset(words("role speaker from sender is_user turn turn_id question query answers label labels"))
-"""Fields of records whose text is a turn of somebody, or a passage that is asked about or classified."""
+BESIDE_TEXT = frozenset(words("role speaker from sender is_user turn turn_id question query answers"))
+"""Fields of records whose text is a turn of somebody, or a passage that is asked about."""
 OF_MODELS = frozenset(words("agent generator model model_id usage"))
 """Fields that tell that a model wrote an output without a prompt."""
 READABLE = (str, list, dict, np.ndarray, type(None))
@@ -328,14 +328,14 @@ def text(record: Value, _: list[str]) -> list[Found] | None:
     is_event = isinstance(record.get("type"), str) and not record.keys().isdisjoint(BEGAN)
     is_event = is_event or isinstance(record.get("event"), str)
     is_text = isinstance(written, str) and written and not is_event and not TASK & record.keys()
-    is_question = "question_id" in record and OF_MODELS.isdisjoint(record)  # Of Vicuna and MT-Bench
-    if not is_text or is_question or BESIDE_TEXT & record.keys() or is_chat([record]):
+    if not is_text or BESIDE_TEXT & record.keys() or is_chat([record]):
         return None
     # Searching a single character first takes a tenth of the time.
     possible = (turns for turns in TURNS if turns[0][0] in written)
     turns = next((turns for turns in possible if turns[1] in written and turns[0] in written), None)
     if turns is None:
-        return [Found(written)]
+        is_question = "question_id" in record and OF_MODELS.isdisjoint(record)  # Of Vicuna and MT-Bench
+        return None if is_question or "label" in record or "labels" in record else [Found(written)]
     user, model = turns
     pieces = written.split(model)
     parts = [TURN_END.split(piece.partition(user)[0], maxsplit=1)[0].strip() for piece in pieces]

@@ -611,11 +611,12 @@ CASES = {
     ],
     "text": [
         ([{"text": "t", "meta": {}}], [(None, "t")]),
+        ([{"text": "t", "question_id": 1, "model_id": "m"}], [(None, "t")]),
         ([{"text": "<s>[INST] Why? [/INST] Because. </s><s>[INST] And? [/INST] So."}],
          [("<s>[INST] Why? [/INST]", "Because."), ("<s>[INST] Why? [/INST] Because. </s><s>[INST] And? [/INST]", "So.")]),
         ([{"text": "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nBecause.<|im_end|>\n"}],
          [("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant", "Because.")]),
-        ([{"text": "### Human: Why?### Assistant: Because."}], [("### Human: Why?### Assistant:", "Because.")]),
+        ([{"text": "### Human: Why?### Assistant: Because.", "label": 1}], [("### Human: Why?### Assistant:", "Because.")]),
     ],
     "all token ids": [
         ([{"input_ids": [1, 2]}], [(None, [1, 2])]),
