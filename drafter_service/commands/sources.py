@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from drafter_service.ingest.documents import Faults, Part
     from drafter_service.ingest.files import File
-    from drafter_service.ingest.pipeline import LoadProgress
     from drafter_service.ingest.reading import Reading
 
 EXCERPT_CHARS = 70
@@ -116,7 +115,7 @@ def skipped_table(faults: Faults) -> Table:
 @contextmanager
 def shown_progress(
     files: Sequence[File], reading: Reading, last_stage: str = "reading", *, quiet: bool
-) -> Iterator[tuple[Progress, Callable[[LoadProgress], None]]]:
+) -> Iterator[tuple[Progress, Callable[[int, int], None]]]:
     """Show a progress bar and, unless `quiet`, excerpts of each format as soon as it is known, on standard error.
 
     Yields the bar, and what a load calls after each batch. last_stage: what is done once all bytes are read.
@@ -129,10 +128,10 @@ def shown_progress(
     with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("reading", total=total or None, speed="")
 
-        def watch(state: LoadProgress) -> None:
-            speed = f"{state.tokens / (progress.tasks[task].elapsed or 1e-9):,.0f} tokens/s"
-            stage = last_stage if total and state.bytes_read >= total else "reading"
-            progress.update(task, completed=state.bytes_read, speed=speed, description=stage)
+        def watch(bytes_read: int, tokens: int) -> None:
+            speed = f"{tokens / (progress.tasks[task].elapsed or 1e-9):,.0f} tokens/s"
+            stage = last_stage if total and bytes_read >= total else "reading"
+            progress.update(task, completed=bytes_read, speed=speed, description=stage)
             for text in [] if quiet else new_excerpts(reading, shown):
                 progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 

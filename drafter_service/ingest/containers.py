@@ -22,7 +22,7 @@ from drafter_service.ingest.formats import read_records
 from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
 from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.sessions import Record, is_markdown_chat, markdown_chat
+from drafter_service.ingest.sessions import AIDER_BEGINS, Record, markdown_chat
 from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
 from drafter_service.ingest.token_files import read_npy, read_npz, read_snapshot
 from ssd.corpus.sections import MAGIC
@@ -56,7 +56,9 @@ EMPTY = "an empty file"
 NO_RECORDS = "a file without records"
 SQLITE = "a database of SQLite; export its messages to JSON"
 BINARY = "a file that is neither text nor of a known format"
-NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
+INSPECT = ("_journal/start.json", "_journal/summaries/", "header.json", "summaries.json")
+"""Members of Inspect's logs that only repeat facts of the samples in the others."""
+NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns all of it as text"
 CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
 ONE_SIDE = "the user's side of chats as text, which no model wrote; --text learns it"
 NOTEBOOK = "a notebook, whose outputs are those of programs; export its answers to JSON, or its code to .py"
@@ -76,7 +78,7 @@ CHAT_LINE = re.compile(
     rb"(?:(user|human|usuario|observation(?=[ \d]*:)|(?<=# )prompt(?=:))"
     rb"|(assistant|asistente|agent|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|cursor|(?<=# )response(?=:)"
     rb"|(?:thought|action)(?=[ \d]*:)))"
-    rb"(?:[^\w\n]|_){0,9}(?:\d*:|$|(?<=[(\[])(?:\d{4}-|[^\n]{0,30}\d:\d\d))",
+    rb"(?:[^\w\n]|_){0,9}(?:\d*:|$|(?<=[(\[])(?:\d{4}-|[^\n]{0,60}\d:\d\d))",
     re.IGNORECASE | re.MULTILINE,
 )
 """Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text. The
@@ -144,8 +146,9 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
     if kind == "zip":
         archive = ZipFileSystem(opened.seekable())
         reading = replace(reading, kinds=Counter())
-        for path, info in archive.find("", detail=True).items():
-            if not path.startswith("__MACOSX/"):
+        members = archive.find("", detail=True)
+        for path, info in members.items():
+            if not path.startswith(("__MACOSX/", *(INSPECT if INSPECT[0] in members else ()))):
                 opened.bytes_read = info["header_offset"]
                 file = File(archive, path, f"{opened.file.name}/{path}", info["size"])
                 for items, _ in _read_file(file, reading):
@@ -187,7 +190,7 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         return layout
     if suffix in (".csv", ".tsv") or is_csv(head):
         return "CSV"
-    if is_markdown_chat(head.decode(errors="replace")):
+    if AIDER_BEGINS.encode() in head:
         return "Markdown chat"
     if VLLM_LINE.search(head):
         raise RecordError(VLLM_LOG)

@@ -56,11 +56,8 @@ class Item(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Approximate memory in bytes."""
-        return _size(self.prompt) + _size(self.output)
-
-
-def _size(part: Part | None) -> int:
-    return part.nbytes if isinstance(part, np.ndarray) else len(part or "")
+        parts = (self.prompt, self.output)
+        return sum(part.nbytes if isinstance(part, np.ndarray) else len(part or "") for part in parts)
 
 
 @dataclass(frozen=True, eq=False)

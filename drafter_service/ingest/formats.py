@@ -33,8 +33,11 @@ SETTINGS = re.compile(
 )
 """Types of events without a text: of a connection, and of the settings of a session."""
 
+MOST = 0.5
+"""Share of a format's fields above which a record without a format is said to be near it."""
 LIKELY = re.compile(
-    r"answer|output|respon|complet|generat|gen_?text|final_?text|predict|solution|patch|reply|result|llm_?raw|raw_?llm|\.action$|^bot$",
+    r"answer|output|respon|complet|generat(?!or)|gen_?text|final_?text|predict|_pred$|solution|patch|reply|result"
+    r"|rationale|llm_?raw|raw_?llm|^code$|\.actions?$|^bot$",
     re.IGNORECASE,
 )
 """Names of fields, or the ends of their paths, that are suggested for --field."""
@@ -74,7 +77,7 @@ class Format(NamedTuple):
 @lru_cache(MAX_SHAPES)
 def _rows_of(names: tuple[str, ...]) -> list[Format]:
     """Return the rows of the formats that records with these fields may have."""
-    return [row for row in FORMATS if share(row.fields, names) == 1 or not row.fields]
+    return [row for row in FORMATS if all(not {*field.split("|")}.isdisjoint(names) for field in row.fields.split())]
 
 
 def read_records(
@@ -170,11 +173,6 @@ def _is_setting(event: Value) -> bool:
     return bool(is_of_session) and all(isinstance(text, str) and " " not in text for text in texts)
 
 
-def is_conversation(found: list[Found]) -> bool:
-    """Return whether the outputs of a record are turns of one conversation, and not answers to the same prompt."""
-    return len({len(one.prompt.messages) if isinstance(one.prompt, Chat) else 0 for one in found}) > 1
-
-
 def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] | None:
     """Read conversations and records in lists and objects of a record, the outermost ones."""
     found: list[Found] = []
@@ -256,13 +254,13 @@ def _reached(value: object, path: str) -> Iterator[object]:
         yield value
     elif isinstance(value, dict) and (path in value or name in value):
         yield from _reached(value[path], "") if path in value else _reached(value[name], rest)
-    elif isinstance(value, dict) and "*" in name:
+    elif isinstance(value, dict) and ("*" in name or "?" in name):
         for key in value:
             if fnmatchcase(key, name):
                 yield from _reached(value[key], rest)
     elif isinstance(value, list):
         for element in value[int(name) : int(name) + 1] if name.isdecimal() else value:
-            yield from _reached(element, rest if name.isdecimal() else path)
+            yield from _reached(element, rest if name.isdecimal() or name == "*" else path)
 
 
 def _joined(values: list[object]) -> Part | Chat | None:
@@ -282,36 +280,32 @@ def _joined(values: list[object]) -> Part | Chat | None:
 
 def refusal(record: Value) -> str:
     """Return why a record is not read, with the names of its fields but without any of its values."""
-    near = {
-        name
-        for field, value in record.items()
-        for name in (field, *get_close_matches(field, FIELDS, 1, 0.75))
-        if not _is_fact(value)
-    }
-    rows = [
-        (share(row.fields, near) * share(row.fields.split()[0], near), row)
-        for row in FORMATS
-        if row.read is not None and row.fields
-    ]
-    nearness, nearest = max(reversed(rows), key=lambda row: row[0])
+    return NO_FORMAT + _names(record) + _nearest(record) + _advice(record)
+
+
+def _nearest(record: Value) -> str:
+    """Return the format of which a record lacks least; "" unless it has most of its fields, or others of like names."""
+    near = {name for field in record for name in (field, *get_close_matches(field, FIELDS, 1, 0.75))}
+    rows = [(_share(row.fields, near), row) for row in FORMATS if row.read is not None and row.fields]
+    share, nearest = max(reversed(rows), key=lambda row: row[0])
     needs = ", ".join(" or ".join(field.split("|")[:3]) for field in nearest.fields.split())
-    shown = f"; the nearest format is {nearest.name} ({needs})" if nearness else ""
-    return NO_FORMAT + _names(record) + shown + _advice(record)
+    return f"; the nearest format is {nearest.name} ({needs})" if share > MOST else ""
 
 
-def _is_fact(value: object) -> bool:
-    """Return whether a value is a count, as in `output_tokens`, or a status, and so tells nothing about the format."""
-    return isinstance(value, int | float) or (isinstance(value, str) and STATUS.fullmatch(value) is not None)
-
-
-def share(fields: str, names: Iterable[str]) -> float:
+def _share(fields: str, names: Iterable[str]) -> float:
     """Return the share of a format's fields that are among the names: 1 if a record with these may have it."""
     needed = fields.split()
-    return sum(any(name in names for name in field.split("|")) for field in needed) / max(len(needed), 1)
+    return sum(any(name in names for name in field.split("|")) for field in needed) / len(needed)
 
 
 def _advice(record: Value) -> str:
     """Return the --field that may read a record; "" if no field has a text and the name of an output."""
+    firsts = [value[0] if isinstance(value, list) and value else value for value in record.values()]
+    is_long = len(record) > MAX_NAMES and FIELDS.isdisjoint(record)
+    if len(kinds := {*map(type, firsts)}) == 1 and (is_long or not any(map(NAME.fullmatch, record))):  # Keyed by ids
+        if kinds == {dict} and (inner := _advice(firsts[0]).rpartition("--field ")[2].strip("'")):
+            return f"{HINT}*.{inner} is an output, give --field {quote(f'*.{inner}')}"
+        return f"{HINT}all values are outputs, give --field '*'" if kinds == {str} else ""
     # Events and turns have texts of users and tools, too.
     is_turn = record.get("source", record.get("speaker")) in ("agent", "human", "system", "user")
     if {"type", "timestamp"} <= record.keys() or is_turn:
@@ -322,9 +316,22 @@ def _advice(record: Value) -> str:
     ]
     if not likely:
         return ""
-    path = max(likely, key=lambda path: (" " in texts[path], len(texts[path])))
+    path = _widened(max(likely, key=lambda path: (" " in texts[path], len(texts[path]))), likely, record)
     prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
     return f"{HINT}{path} is an output, give {prompt}--field {quote(path)}"
+
+
+def _widened(path: str, likely: list[str], record: Value) -> str:
+    """Return the pattern of most likely paths, alike but for a part, number or last letter, which no others have."""
+    parts = path.split(".")
+    patterns = [".".join([*parts[:at], "*", *parts[at + 1 :]]) for at in range(len(parts))]
+    best, count = path, 1
+    for pattern in (re.sub(r"\d+", "*", path), re.sub("(?<=_)[A-Za-z]$", "?", path), *patterns):
+        alike = [one for one in likely if fnmatchcase(one, pattern)]
+        reached = sum(len([*_reached(record, one)]) for one in alike)
+        if len(alike) > count and reached == len([*_reached(record, pattern)]):
+            best, count = pattern, len(alike)
+    return best
 
 
 def _texts_in(record: Value, before: str) -> Iterator[tuple[str, str]]:
@@ -351,11 +358,7 @@ FORMATS = (
     Format("streamed events of other APIs", "|".join(("type", *answers.BEDROCK)), group=Stream),
     Format("Ollama", "done message|response", group=Stream),
     Format("llama.cpp", "content stop", group=Stream),
-    Format(
-        "OpenHands, events",
-        "action|observation source",
-        group=sessions.Actions,
-    ),
+    Format("OpenHands, events", "action|observation source", group=sessions.Actions),
     Format(
         "messages, one per record",
         "role|from|type|author|isCreatedByUser|record_type|info content|value|parts|text|message|data|tool_calls"
@@ -367,11 +370,15 @@ FORMATS = (
     Format("Anthropic messages", "role content type", readers.response),
     Format("Cohere", "finish_reason message", readers.response),
     Format("Gemini", "candidates", readers.response, group=sessions.GeminiStream),
-    Format("OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages", readers.span),
+    Format(
+        "OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages|gen_ai.completion", readers.span
+    ),
     Format("ChatGPT, export", "mapping", trajectories.tree),
     Format("VS Code, Copilot Chat", "requests responderUsername", trajectories.copilot),
+    Format("Google AI Studio", "chunkedPrompt", trajectories.ai_studio),
     Format("prompt and samples", "samples model|prompt", readers.columns(("samples",))),
     Format("Inspect, sample", "messages output epoch", readers.messages),
+    Format("BFCL", "result id|idx input_token_count|latency|inference_log", readers.bfcl),
     Format("request and response", "|".join(readers.RESPONSES), readers.request_and_response),
     Format("OpenAI batch, input", "custom_id body", readers.unanswered),
     Format("HTTP, recorded response", "headers body status", readers.response),
@@ -401,17 +408,11 @@ FORMATS = (
 )
 """All formats. The first one that a record has is read."""
 
-FIELDS = (
-    frozenset(
-        (
-            *(name for row in FORMATS for field in row.fields.split() for name in field.split("|")),
-            *readers.REQUESTS,
-            *answers.CHATS,
-        )
+FIELDS = frozenset(
+    (
+        *re.findall(r"[^ |]+", " ".join(row.fields for row in FORMATS)),
+        *(*readers.REQUESTS, *answers.CHATS, *answers.PROMPT_IDS, *answers.PROMPTS, *ORIGIN_FIELDS),
+        *(*readers.THOUGHTS, *(f"model_{name}" for name in readers.THOUGHTS), "tools", "chat_template_kwargs"),
     )
-    | frozenset(
-        (*answers.PROMPT_IDS, *answers.PROMPTS, *readers.THOUGHTS, "tools", "chat_template_kwargs", *ORIGIN_FIELDS)
-    )
-    | frozenset(f"model_{name}" for name in readers.THOUGHTS)
 )
 """Names of all fields that are read in a row of a table."""

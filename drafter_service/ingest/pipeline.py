@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from drafter_service.ingest.containers import read_batches
 from drafter_service.ingest.documents import NO_TOKENIZER, Item, Sink, Totals
@@ -25,18 +25,11 @@ MAX_UNREADABLE = 1000
 """Number of texts after which a load without a tokenizer fails if it has no document."""
 
 
-class LoadProgress(NamedTuple):
-    """Progress of a load."""
+def load(files: Sequence[File], reading: Reading, sink: Sink, watch: Callable[[int, int], None]) -> Totals:
+    """Learn all files, and return what the sink has learned.
 
-    bytes_read: int
-    documents: int
-    tokens: int
-
-
-def load(files: Sequence[File], reading: Reading, sink: Sink, watch: Callable[[LoadProgress], None]) -> Totals:
-    """Learn all files, and return what the sink has learned. `watch` is called after each batch.
-
-    Raises UserError, also if the files contain no documents.
+    watch: called after each batch with the numbers of bytes and of tokens so far. Raises UserError, also if the files
+    contain no documents.
     """
     documents = tokens = 0
     with closing(read_all(files, reading, encode)) as encoded:
@@ -47,7 +40,7 @@ def load(files: Sequence[File], reading: Reading, sink: Sink, watch: Callable[[L
             tokens += len(batch.tokens)
             if documents == 0:
                 check_readable(reading, MAX_UNREADABLE)
-            watch(LoadProgress(bytes_read, documents, tokens))
+            watch(bytes_read, tokens)
     if documents == 0:
         check_readable(reading, 1)
         reasons = reading.faults.summary or "the files contain no documents"

@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 
 from drafter_service.ingest import answers
-from drafter_service.ingest.answers import (
-    Found,
-    body_of,
-    conversation,
-    exchange,
-    outputs_of,
-    prompt_of,
-)
+from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
 from drafter_service.ingest.chats import ASSISTANT, Chat, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import BEGAN
 from drafter_service.ingest.sessions import NO_ANSWER
@@ -65,9 +58,11 @@ In lowercase."""
 OF_TOOLS = frozenset(words("toolCallId tool_call_id toolUseId tool_use_id"))
 """Fields of results of tools."""
 OF_PROGRAMS = frozenset(
-    words("jsonrpc command cmd exit_code exitCode returncode stdout stderr tool tool_name toolName arguments")
+    words(
+        "jsonrpc command cmd exit_code exitCode returncode stdout stderr tool tool_name toolName arguments inputSchema"
+    )
 )
-"""Fields of records of tools and programs, whose results and outputs no model wrote."""
+"""Fields of records of tools (also of their descriptions) and programs, whose results and outputs no model wrote."""
 BESIDE_TEXT = frozenset(words("role speaker from sender is_user turn turn_id question query answers"))
 """Fields of records whose text is a turn of somebody, or a passage that is asked about."""
 OF_MODELS = frozenset(words("agent generator model model_id usage"))
@@ -210,7 +205,20 @@ def chosen(record: Value, skipped: list[str]) -> list[Found] | None:
         return exchange(before + mark, answer.strip(), skipped)
     if isinstance(chosen, list) and len(chosen) > 1 and is_chat(chosen):
         return (conversation(chosen, record, skipped) or [])[-1:]
+    if isinstance(chosen, list) and any(isinstance(part, str) for part in chosen):  # A dictionary of words
+        return None
     return [Found(output, prompt) for output in outputs_of(chosen, skipped)]
+
+
+def bfcl(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a text, calls such as {"name": "{...}"}, or lists of these: the steps in each turn."""
+    result = record["result"]
+    if isinstance(result, list) and all(isinstance(one, dict) and len(one) == 1 for one in result):
+        calls = [{"name": name, "arguments": arguments} for one in result for name, arguments in one.items()]
+        result = {"role": ASSISTANT, "tool_calls": calls}
+    elif isinstance(result, list):
+        return [found for one in result for found in bfcl({"result": one}, skipped) or []]
+    return [Found(output) for output in outputs_of(result, skipped)]
 
 
 def columns(names: Iterable[str]) -> Reader:
@@ -326,7 +334,8 @@ def text(record: Value, _: list[str]) -> list[Found] | None:
     possible = (turns for turns in TURNS if turns[0][0] in written)
     turns = next((turns for turns in possible if turns[1] in written and turns[0] in written), None)
     if turns is None:
-        return [Found(written)]
+        is_question = "question_id" in record and OF_MODELS.isdisjoint(record)  # Of Vicuna and MT-Bench
+        return None if is_question or "label" in record or "labels" in record else [Found(written)]
     user, model = turns
     pieces = written.split(model)
     parts = [TURN_END.split(piece.partition(user)[0], maxsplit=1)[0].strip() for piece in pieces]

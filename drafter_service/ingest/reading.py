@@ -25,7 +25,7 @@ from drafter_service.ingest.documents import (
     Sample,
     origin_of,
 )
-from drafter_service.ingest.formats import Requests, is_conversation
+from drafter_service.ingest.formats import Requests
 from drafter_service.ingest.sessions import Read
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
@@ -140,8 +140,9 @@ class Reading:
     def _origin(self, read: Read) -> Origin:
         """Return the origin of a record; a conversation is a session, unless the record names one."""
         origin = origin_of(read.record.value)
-        is_session = origin.session is None and is_conversation(read.outputs)
-        return origin._replace(session=read.record.place) if is_session else origin
+        lengths = {len(one.prompt.messages) if isinstance(one.prompt, Chat) else 0 for one in read.outputs}
+        # With prompts of one length they are answers to the same prompt.
+        return origin._replace(session=read.record.place) if origin.session is None and len(lengths) > 1 else origin
 
     def _item(self, found: Found, name: str, origin: Origin | None) -> Item:
         output = found.output

@@ -292,11 +292,6 @@ AIDER_COMMANDS = re.compile(r"!|/(?!(ask|code|architect|help|context)\b)")
 """Lines of the user after which aider writes the output of a command, and not an answer of the model."""
 
 
-def is_markdown_chat(head: str) -> bool:
-    """Return whether the beginning of a text is that of aider's chat history."""
-    return AIDER_BEGINS in head
-
-
 def markdown_chat(lines: Iterable[str]) -> Iterator[object]:
     """Yield each session of aider's chat history as a value that `read_records` understands.
 

@@ -68,6 +68,18 @@ def tree(record: Value, skipped: list[str]) -> list[Found] | None:
     return conversation(messages, record, skipped) if messages else []
 
 
+def ai_studio(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a chat of Google's AI Studio, in which thoughts are chunks before that of the answer."""
+    prompt, turns, thoughts = record["chunkedPrompt"], [], ""
+    for chunk in objects_in(prompt.get("chunks") if isinstance(prompt, dict) else None):
+        if chunk.get("isThought"):
+            thoughts = chunk.get("text", "")
+        else:
+            turns.append({"role": chunk.get("role"), "content": chunk.get("text"), "reasoning": thoughts})
+            thoughts = ""
+    return conversation(turns, record, skipped) or []
+
+
 def copilot(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read a chat exported from VS Code: each answer to the user is the model's texts and calls of several rounds."""
     turns: list[Value] = []

@@ -14,7 +14,7 @@ import numpy as np
 
 from drafter_service.ingest.documents import Faults, Item, Origin
 from drafter_service.ingest.files import File
-from drafter_service.ingest.pipeline import LoadProgress, check_readable, read_all
+from drafter_service.ingest.pipeline import check_readable, read_all
 from drafter_service.ingest.reading import Reading, tokenize
 from ssd.errors import UserError
 from ssd.replay import Recording
@@ -41,9 +41,9 @@ class LogFacts:
 
 
 def read_requests(
-    files: Sequence[File], reading: Reading, file: BinaryIO, watch: Callable[[LoadProgress], None]
+    files: Sequence[File], reading: Reading, file: BinaryIO, watch: Callable[[int, int], None]
 ) -> tuple[Recording, LogFacts]:
-    """Read the requests of all files. `watch` is called after each batch.
+    """Read the requests of all files. `watch` is called as in `load`.
 
     file: an empty file to write tokens to, which must be open while the recording is in use. Raises UserError if there
     are no requests.
@@ -63,7 +63,7 @@ def read_requests(
                 tokens += len(prompt) + len(output)
                 times.extend((math.nan if began is None else began, math.nan if ended is None else ended))
                 owners.extend((_number(users, user), _number(sessions, session)))
-            watch(LoadProgress(bytes_read, len(lengths) // 2, tokens))
+            watch(bytes_read, tokens)
     if not lengths:
         check_readable(reading, 1)
         reasons = reading.faults.summary

@@ -102,7 +102,7 @@ def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
 
     sink.accept = watched
     files, reading = list_files([str(tmp_path / "a.jsonl")]), Reading(block_bytes=2000)
-    pipeline.load(files, reading, sink, lambda _: None)
+    pipeline.load(files, reading, sink, lambda *_: None)
     assert 5000 <= max(held) < 5000 + 2 * 2000
     assert appended[-50:] == list(range(350, 400))
     assert len(appended) < 100

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import json
 import lzma
 import os
 import threading
@@ -412,6 +413,10 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "charla.md": ("### Mensaje 1 — Usuario\nHola\n\n### Mensaje 2 — Asistente\nHola\n".encode(), CHAT_LOG),
         "log.txt": (b"2025-10-27 10:01:00 User: Why?\n2025-10-27 10:02:00 Agent: So.\n", CHAT_LOG),
         "exported.md": (b"# Sea\n\n_**User**_\n\nWhy?\n\n_**Assistant**_\n\nSo.\n", CHAT_LOG),
+        "exported3.md": (
+            b"_**User (2026-01-16 10:26Z)**_\n\nWhy?\n\n_**Agent (claude-opus-4-5-20260101 2026-01-16 10:26Z)**_\n",
+            CHAT_LOG,
+        ),
         "exported2.md": (b"**User**\n\nWhy?\n\n---\n\n**Cursor**\n\nSo.\n", CHAT_LOG),
         "prompts.md": (b"## Prompt:\nWhy?\n\n## Response:\nSo.\n", CHAT_LOG),
         "terminal.txt": ("> Why?\n\n⏺ Bash(ls)\n  ⎿  a.py\n\n⏺ So.\n".encode(), CHAT_LOG),
@@ -501,3 +506,16 @@ def test_archives_are_read_member_by_member(tmp_path):
     np.savez(tmp_path / "a.npz", tokens=np.arange(10))
     (tmp_path / "a.npz").rename(tmp_path / "a.jsonl")
     assert list(documents_in(tmp_path / "a.jsonl")[0].values()) == [list(range(10))]
+
+
+def test_parts_of_inspects_logs_beside_the_samples_are_not_counted(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.eval", "w") as archive:
+        for name in ("_journal/start.json", "_journal/summaries/1.json", "header.json", "summaries.json"):
+            archive.writestr(name, json.dumps({"eval": {"task": "t"}, "input": "Why?", "target": "gold"}))
+        archive.writestr("samples/1_epoch_1.json", json.dumps(RECORDS[0]))
+    documents, reading = documents_in(tmp_path / "a.eval", reading=small())
+    assert list(documents.values()) == LEARNED[:1]
+    assert reading.faults.count == 0
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("summaries.json", json.dumps(RECORDS[0]))
+    assert list(documents_in(tmp_path / "a.zip")[0].values()) == LEARNED[:1]

@@ -44,7 +44,6 @@ from drafter_service.ingest.sessions import (
     UNNAMED,
     Record,
     Unread,
-    is_markdown_chat,
     markdown_chat,
 )
 
@@ -336,6 +335,7 @@ CASES = {
         ([{"candidates": [{"output": "Because."}]}] * 2, [(None, "Because.")] * 2),
     ],
     "OpenTelemetry and OpenInference, span": [
+        ([{"gen_ai.operation.name": "chat", "gen_ai.prompt": [USER], "gen_ai.completion": [ANSWER]}], [(["Why?"], "Because.")]),
         ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS])}], [(["Why?"], "Because.")]),
         ([{"span_kind": "LLM", "attributes": {
             "llm.input_messages.0.message.role": "user", "llm.input_messages.0.message.content": "Why?",
@@ -373,6 +373,11 @@ CASES = {
             {"message": {"text": "And?"}, "response": [{"value": "So"}, {"kind": "undoStop"}, {"value": "."}]}]}],
          [(["Why?"], CALLED), (["Why?", CALLED, '"seen"'], "Because."), (["Why?", CALLED, '"seen"', "Because.", "And?"], "So.")]),
     ],
+    "Google AI Studio": [
+        ([{"chunkedPrompt": {"chunks": [
+            {"role": "user", "text": "Why?"}, {"role": "model", "text": "Hm.", "isThought": True},
+            {"role": "model", "text": "Because."}]}, "runSettings": {"model": "m"}}], [(["Why?"], "Hm.\n\nBecause.")]),
+    ],
     "prompt and samples": [
         ([{"prompt": "Why?", "samples": ["a", "b"]}], [("Why?", "a"), ("Why?", "b")]),
         ([{"model": "m", "samples": [{"id": "1", "output": "a", "passed": True}]}], [(None, "a")]),
@@ -381,6 +386,13 @@ CASES = {
         ([{"id": 1, "epoch": 1, "input": "Why?", "target": "gold", "output": {"choices": CHOICES},
            "messages": [USER | {"source": "input"}, ANSWER | {"source": "input"}, USER, ANSWER | {"source": "generate"}]}],
          [(["Why?", "Because.", "Why?"], "Because.")]),
+    ],
+    "BFCL": [
+        ([{"id": "1", "result": "[look(at='it')]", "latency": 1.5}], [(None, "[look(at='it')]")]),
+        ([{"idx": 1, "result": [{"look": '{"at": "it"}'}], "input_token_count": 9}], [(None, CALLED)]),
+        ([{"id": "1", "result": [[[{"look": '{"at": "it"}'}], "Seen."], ["So."]], "latency": [[1, 1], [1]]}],
+         [(None, CALLED), (None, "Seen."), (None, "So.")]),
+        ([{"id": "1", "result": [], "latency": 1.5}], []),
     ],
     "request and response": [
         ([{"input": {"messages": [USER]}, "output": {"messages": [USER, CALLING, RESULT, ANSWER]}}],
@@ -599,11 +611,12 @@ CASES = {
     ],
     "text": [
         ([{"text": "t", "meta": {}}], [(None, "t")]),
+        ([{"text": "t", "question_id": 1, "model_id": "m"}], [(None, "t")]),
         ([{"text": "<s>[INST] Why? [/INST] Because. </s><s>[INST] And? [/INST] So."}],
          [("<s>[INST] Why? [/INST]", "Because."), ("<s>[INST] Why? [/INST] Because. </s><s>[INST] And? [/INST]", "So.")]),
         ([{"text": "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nBecause.<|im_end|>\n"}],
          [("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant", "Because.")]),
-        ([{"text": "### Human: Why?### Assistant: Because."}], [("### Human: Why?### Assistant:", "Because.")]),
+        ([{"text": "### Human: Why?### Assistant: Because.", "label": 1}], [("### Human: Why?### Assistant:", "Because.")]),
     ],
     "all token ids": [
         ([{"input_ids": [1, 2]}], [(None, [1, 2])]),
@@ -664,7 +677,9 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        (["text"], NO_FORMAT),
+        (["text"], f"{NO_FORMAT}; if all values are outputs, give --field '*'"),
+        ({"chosen": ["choosen"], "question": ["qestion"]}, f"{NO_FORMAT} in a record with the fields chosen, question"),
+        ({"name": "clear", "inputSchema": {}, "response": {"content": [{"type": "text", "text": "x"}]}}, NOT_A_MODEL),
         ("text", NOT_A_RECORD),
         (None, NOT_A_RECORD),
         ({}, NO_FORMAT),
@@ -735,27 +750,36 @@ def test_a_record_without_an_output_has_one_reason(record, reason):
 @pytest.mark.parametrize(
     ("record", "parts"),
     [
-        ({"question": "q", "answer": "gold"}, ("answer, question", "question and answer of a model", "--field question --field answer")),
+        ({"question": "q", "answer": "gold"}, ("answer, question", "--field question --field answer")),
         ({"prompt": "p", "canonical_solution": "s", "test": "t", "task_id": "1"}, ("canonical_solution, prompt, task_id, test",)),
         ({"question": "q", "choices": ["a", "b"], "answer": "a"}, ("answer, choices, question",)),
         ({"question": "q", "m": {"solution": "s"}}, ("m, question", "--field question --field m.solution")),
-        ({"respones": "typo"}, ("respones", "prompt and completion")),
-        ({"instruction": "i", "output_1": "a", "output_2": "b"}, ("input and output", "if output_1 is", "--field instruction --field output_1")),
+        ({"respones": "typo"}, ("respones",)),
+        ({"instruction": "i", "output_1": "a", "output_2": "b"}, ("if output_* is", "--field instruction --field 'output_*'")),
         ({"question": "q", "answer": "x", "truth": "long " * 20, "context": "long " * 40}, ("--field question --field answer",)),
         ({"instance_id": "1", "model_patch": "diff --git a b"}, ("--field model_patch",)),
         ({"question": "q", "first_response": "a long answer", "grader_output": "a judge's text, which is longer"}, ("--field first_response",)),
         ({"output": "o", "code": "c", "input": "i"}, ("code, input, output", "--field input --field output")),
         ({"task_id": "1", "final_result": "failed", "steps": [{"action": "go to it", "observation": "You are there."}]}, ("--field steps.action",)),
-        ({"question": "q", "answer": "It is so.", "output_tokens": 9, "promptTokens": 9}, ("question and answer of a model", "--field question --field answer")),
+        ({"question": "q", "answer": "It is so.", "output_tokens": 9, "promptTokens": 9}, ("--field question --field answer",)),
         ({"query": "q", "input_docs": ["d"], "llm_raw": "It is so."}, ("--field query --field llm_raw",)),
         ({"case_id": "1", "final_text": "It is so."}, ("--field final_text",)),
         ({"user": "Why?", "bot": "Because."}, ("--field bot",)),
         ({"user_prompt": "Why?", "gpt_answer": "It is so."}, ("--field user_prompt --field gpt_answer",)),
         ({"id": "simple_0", "result": "f(x=1) and so on"}, ("--field result",)),
         ({"messages": [USER, ANSWER], "rejected_messages": []} | {"messages": "none"}, ("messages, rejected_messages",)),
+        ({"query": "q", "gt": "gold", "m-1_pred": "It is so."}, ("--field query --field m-1_pred",)),
+        ({"generator": "m", "code": "x = 1", "language": "python"}, ("--field code",)),
+        ({"question": "q", "response_A": "x", "response_B": "It is y.", "response_model": "m"}, ("--field question --field 'response_?'",)),
+        ({"question": "q", "a": {"solution": "x"}, "b": {"solution": "It is y."}}, ("--field question --field '*.solution'",)),
+        ({"a": {"solution": "It is x."}, "b": {"solution": "It is y."}, "gold": {"solution": "z"}}, ("--field a.solution",)),
+        ({"raw_generations": {f"sample_{index}": ["f(x)"] for index in range(9)}}, ("--field 'raw_generations.sample_*'",)),
+        ({str(index): "select it" for index in range(20)}, ("if all values are outputs, give --field '*'",)),
+        ({str(index): {"query": "q", "turns": {"actions": ["look"]}} for index in range(20)}, ("--field '*.turns.actions'",)),
+        ({f"owner/{'name' * 20}": {"instance_id": "1", "model_patch": "diff --git a b"}}, ("--field '*.model_patch'",)),
     ],
 )  # fmt: skip
-def test_refusals_name_fields_the_nearest_format_and_the_option(record, parts):
+def test_refusals_name_fields_and_the_option(record, parts):
     (reason,) = skipped(record)
     assert reason.startswith(NO_FORMAT)
     for part in parts:
@@ -781,6 +805,8 @@ def test_a_field_that_is_empty_in_the_first_records_is_suggested():
         {"speaker": "user", "text": "long " * 20},
         {"id": 1, "type": "message", "date": "t", "from": "Ann", "text": "long " * 20},
         {"question": "Why?", "text": "long " * 20},
+        {"question_id": 1, "text": "long " * 20, "category": "generic"},
+        {"id": 1, "text": "long " * 20, "labels": "Billing;Refund"},
         {"name": "Ann", "output": "long " * 20},
         {"ts": 1, "type": "say", "say": "task", "text": "long " * 20},
         {
@@ -808,7 +834,6 @@ def test_texts_that_may_be_of_tools_and_users_are_counted_and_not_read(record):
     assert outputs(record) == []
     assert skipped(record)
     assert "--field" not in skipped(record)[0] or {"answer_html", "modalities", "output"} & record.keys()
-    assert "nearest" not in skipped(record)[0] or "totalTokens" not in record
 
 
 @pytest.mark.parametrize(
@@ -973,7 +998,9 @@ def test_a_system_prompt_begins_the_next_session():
         (("list.text",), [(None, "one"), (None, "two")]),
         (("list.1.text",), [(None, "two")]),
         (("a.*",), [(None, "deep")]),
+        (("list.*.text",), [(None, "one"), (None, "two")]),
         (("resp*",), [(None, "unused")]),
+        (("respons?",), [(None, "unused")]),
         (("chat",), [(["Why?"], "Because.")]),
         (("chat.1",), [(None, "Because.")]),
         (("before", "message"), [(["Why?"], "Because.")]),
@@ -1037,7 +1064,6 @@ Because.
 
 def test_the_chat_history_of_aider():
     text = AIDER.format(end="  ")
-    assert is_markdown_chat(text)
     code = "a.py\n```python\n> not a note of aider\n#### nor a line of the user\n```\nDone."
     before = ["Write it.\nIn two lines.", code, "/run ls\n/ask And why?"]
     values = list(markdown_chat(text.splitlines(keepends=True)))

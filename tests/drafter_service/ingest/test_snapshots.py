@@ -31,7 +31,7 @@ def saved(path, *requests):
 
 def warmed(source, target):
     """Learn a snapshot into another one; return the corpus of that one, and the totals."""
-    learned = pipeline.load(list_files([str(source)]), Reading(), OfflineSink(target, CAPACITY), lambda _: None)
+    learned = pipeline.load(list_files([str(source)]), Reading(), OfflineSink(target, CAPACITY), lambda *_: None)
     return snapshot.load(target).corpus, learned
 
 
