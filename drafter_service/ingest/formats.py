@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from shlex import quote
@@ -33,8 +32,8 @@ SETTINGS = re.compile(
 )
 """Types of events without a text: of a connection, and of the settings of a session."""
 
-MOST = 0.5
-"""Share of a format's fields above which a record without a format is said to be near it."""
+NEAR = 0.5
+"""Share of a format's fields that a record has which is said to be near it."""
 LIKELY = re.compile(
     r"answer|output|respon|complet|generat(?!or)|gen_?text|final_?text|predict|_pred$|solution|patch|reply|result"
     r"|rationale|llm_?raw|raw_?llm|^code$|\.actions?$|^bot$",
@@ -284,18 +283,15 @@ def refusal(record: Value) -> str:
 
 
 def _nearest(record: Value) -> str:
-    """Return the format of which a record lacks least; "" unless it has most of its fields, or others of like names."""
-    near = {name for field in record for name in (field, *get_close_matches(field, FIELDS, 1, 0.75))}
-    rows = [(_share(row.fields, near), row) for row in FORMATS if row.read is not None and row.fields]
-    share, nearest = max(reversed(rows), key=lambda row: row[0])
+    """Return the format of which a record has the largest share of the fields; "" if it has none of which it has half."""
+    shares = {
+        row: sum(not record.keys().isdisjoint(field.split("|")) for field in row.fields.split()) / count
+        for row in FORMATS
+        if row.read is not None and (count := len(row.fields.split())) > 1
+    }
+    nearest = max(shares, key=lambda row: shares[row])
     needs = ", ".join(" or ".join(field.split("|")[:3]) for field in nearest.fields.split())
-    return f"; the nearest format is {nearest.name} ({needs})" if share > MOST else ""
-
-
-def _share(fields: str, names: Iterable[str]) -> float:
-    """Return the share of a format's fields that are among the names: 1 if a record with these may have it."""
-    needed = fields.split()
-    return sum(any(name in names for name in field.split("|")) for field in needed) / len(needed)
+    return f"; the nearest format is {nearest.name} ({needs})" if shares[nearest] >= NEAR else ""
 
 
 def _advice(record: Value) -> str:

@@ -786,6 +786,13 @@ def test_refusals_name_fields_and_the_option(record, parts):
         assert part in reason
 
 
+def test_refusals_name_the_nearest_format():
+    (reason,) = skipped({"task_id": "1", "language": "C", "program": "main()"})
+    assert "the nearest format is HumanEval, EvalPlus, LiveCodeBench (solution or code_list, task_id" in reason
+    (reason,) = skipped({"language": "C", "program": "main()"})
+    assert "nearest" not in reason
+
+
 def test_a_field_that_is_empty_in_the_first_records_is_suggested():
     *before, reason, after = skipped(*({"prompt": "p", "answer": answer} for answer in ("", "", "It is so.", "No.")))
     assert "--field" not in "".join(before)
