@@ -283,7 +283,7 @@ def refusal(record: Value) -> str:
 
 
 def _nearest(record: Value) -> str:
-    """Return the format of which a record has the largest share of the fields; "" if it has none of which it has half."""
+    """Return the format of which a record has the largest share of the fields; "" if that is less than `NEAR`."""
     shares = {
         row: sum(not record.keys().isdisjoint(field.split("|")) for field in row.fields.split()) / count
         for row in FORMATS
