@@ -28,16 +28,18 @@ from engine.sampling.grammar_state import GrammarCompiler
 from ssd.errors import UserError
 
 MAX_COMPILE_S = 0.2
-"""Processor time in seconds that a grammar may take until its first mask, because the engine's steps wait for it. Most
-take 1 to 15 ms in a fork."""
+"""Processor time in seconds that a grammar may take until its first mask, because the engine's steps wait for it."""
+QUICK_S = 0.02
+"""The same for a first attempt. Grammars that take longer are compiled again within the limit above, at lower priority,
+so that they delay others by this time only. Most take 1 to 15 ms in a fork."""
 MAX_COMPILE_MIB = 256
 """Memory in MiB that compiling a grammar may take. Within the limit of time, 110 were the most."""
 MAX_STACK = 4 << 20
 """Largest stack in bytes; at most half of the engine's, which a grammar that passes therefore cannot overflow."""
 MAX_CHECKS = 4
-"""Number of grammars that are compiled at once."""
+"""Number of first attempts that run at once, and of second ones."""
 MAX_WAIT_S = 30.0
-"""Time in seconds in which a check must end, the start of the process included; then the process is replaced."""
+"""Time in seconds in which an attempt must end, the start of the process included; then the process is replaced."""
 MAX_RESULTS = 1024
 """Number of results to keep, of 1 to 2 KB each."""
 
@@ -55,8 +57,8 @@ class GrammarChecker:
         """Reasons why grammars cannot be used, empty for those that can, by digest; the most recently used last."""
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         """Locks of the requests that need the same result, by digest."""
-        self._threads = ThreadPoolExecutor(MAX_CHECKS, "grammars")
-        """Threads that wait for the process."""
+        self._threads = {limit_s: ThreadPoolExecutor(MAX_CHECKS, "grammars") for limit_s in (QUICK_S, MAX_COMPILE_S)}
+        """Threads that wait for the process, by limit of processor time."""
 
     async def check(self, grammar: Grammar) -> None:
         """Raise UserError for a grammar that cannot be used."""
@@ -65,7 +67,8 @@ class GrammarChecker:
 
     def close(self) -> None:
         """Wait for the running checks, and end the process."""
-        self._threads.shutdown(cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(cancel_futures=True)
         self._end_process()
 
     async def _result(self, grammar: Grammar) -> str:
@@ -74,17 +77,29 @@ class GrammarChecker:
         # Of several requests, one checks. If it is cancelled, so is its check, unless it runs, and the next one checks.
         async with self._turns.setdefault(key, asyncio.Lock()):
             if key not in self._results:
-                loop = asyncio.get_running_loop()
-                self._results[key] = await loop.run_in_executor(self._threads, self._compile, grammar)
+                self._results[key] = await self._attempt(grammar)
                 if len(self._results) > MAX_RESULTS:
                     self._results.popitem(last=False)
             self._results.move_to_end(key)
             return self._results[key]
 
-    def _compile(self, grammar: Grammar) -> str:
-        """Compile a grammar in a fork of the process, and return the reason why it cannot be used, empty if it can.
+    async def _attempt(self, grammar: Grammar) -> str:
+        """Return the reason why a grammar cannot be used, empty if it can. Raises UserError if that remains unknown."""
+        for limit_s, threads in self._threads.items():
+            compiling = asyncio.get_running_loop().run_in_executor(threads, self._compile, grammar, limit_s)
+            if (reason := await compiling) is not None:
+                return reason
+        return (
+            f"{grammar.kind}: it cannot be compiled within the limits of {MAX_COMPILE_S:g} s of processor time, "
+            f"{MAX_COMPILE_MIB} MiB of memory, and the stack; use smaller repetitions, fewer alternatives, fewer "
+            "combined schemas, or less nesting"
+        )
 
-        Raises UserError if that remains unknown.
+    def _compile(self, grammar: Grammar, limit_s: float) -> str | None:
+        """Compile a grammar in a fork of the process.
+
+        Returns the reason why it cannot be used, empty if it can, and None if the fork reached a limit. Raises
+        UserError if that remains unknown.
         """
         used = None
         own_end, other_end = multiprocessing.Pipe()
@@ -95,17 +110,13 @@ class GrammarChecker:
                     self._process = _start(self._compiler)
                 used = self._process
                 socket.send_fds(used[1], [b"\0"], [other_end.fileno()])
-            own_end.send((grammar, MAX_COMPILE_MIB))
+            own_end.send((grammar, limit_s, MAX_COMPILE_MIB))
             has_begun = own_end.poll(MAX_WAIT_S) and own_end.recv()
             try:
                 if has_begun and own_end.poll(MAX_WAIT_S):
                     return str(own_end.recv())
             except EOFError:
-                return (
-                    f"{grammar.kind}: it cannot be compiled within the limits of {MAX_COMPILE_S:g} s of processor "
-                    f"time, {MAX_COMPILE_MIB} MiB of memory, and the stack; use smaller repetitions, fewer "
-                    "alternatives, fewer combined schemas, or less nesting"
-                )
+                return None
         with self._lock:
             # Other checks may have replaced the process. Those that run in its forks continue.
             if self._process is used:
@@ -141,16 +152,16 @@ def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
         if os.fork() == 0:
             try:
                 with Connection(descriptors[0]) as connection:
-                    grammar, memory_mib = connection.recv()
+                    grammar, *limits = connection.recv()
                     connection.send(True)
-                    _limit(memory_mib)
+                    _limit(*limits)
                     connection.send(_reason(compiler, grammar))
             finally:
                 os._exit(0)
         os.close(descriptors[0])
 
 
-def _limit(memory_mib: int) -> None:
+def _limit(processor_s: float, memory_mib: int) -> None:
     """Set the limits of this process: processor time, memory beyond what it has now, stack and priority."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
@@ -158,9 +169,9 @@ def _limit(memory_mib: int) -> None:
     for kind, limit in ((resource.RLIMIT_AS, used + (memory_mib << 20)), (resource.RLIMIT_STACK, stack)):
         _, largest = resource.getrlimit(kind)
         resource.setrlimit(kind, (limit if largest == resource.RLIM_INFINITY else min(limit, largest), largest))
-    os.nice(5)  # The engine's steps take precedence.
+    os.nice(5 if processor_s <= QUICK_S else 10)  # The engine's steps take precedence.
     # Either timer ends the process; the second one if it waits for something.
-    signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)
+    signal.setitimer(signal.ITIMER_PROF, processor_s)
     signal.setitimer(signal.ITIMER_REAL, 2 * MAX_WAIT_S)
 
 

@@ -121,19 +121,33 @@ async def test_a_check_without_an_answer_is_an_error_and_is_not_kept(checker, mo
     await checker.check(DIGITS)
 
 
-class Counting(GrammarChecker):
-    """A checker that does not compile, but keeps a list of checks, each of which waits until `may_end` is set."""
+async def test_grammars_that_take_long_do_not_delay_others(monkeypatch):
+    monkeypatch.setattr(module, "QUICK_S", 0.06)  # Enough for `DIGITS` on slow machines.
+    with closing(new_checker()) as checker:
+        slow = [Grammar("json_schema", json.dumps({"multipleOf": 123456789 + number})) for number in range(8)]
+        refused = [asyncio.create_task(checker.check(grammar)) for grammar in slow]
+        await asyncio.sleep(0)  # They begin before the other.
+        await checker.check(DIGITS)
+        assert not any(task.done() for task in refused[-module.MAX_CHECKS :])
+        for task in refused:
+            with pytest.raises(UserError, match=LIMITS):
+                await task
 
-    def __init__(self, answer):
+
+class Counting(GrammarChecker):
+    """A checker that does not compile, but keeps a list of attempts, each of which waits until `may_end` is set."""
+
+    def __init__(self, *answers):
+        """answers: those of the first and of the second attempt; None if it reaches the limit."""
         super().__init__(None)
-        self.checked, self._answer = [], answer
+        self.checked, self._answers = [], answers
         self.may_end = threading.Event()
         self.may_end.set()
 
-    def _compile(self, grammar):
+    def _compile(self, grammar, limit_s):
         self.checked.append(grammar.text)
         self.may_end.wait()
-        return self._answer
+        return self._answers[limit_s == module.MAX_COMPILE_S]
 
 
 @pytest.mark.parametrize("reason", ["", "it cannot be used"])
@@ -144,6 +158,15 @@ async def test_the_results_of_recently_used_grammars_are_kept(monkeypatch, reaso
             with pytest.raises(UserError, match=reason) if reason else nullcontext():
                 await checker.check(Grammar("regex", text))
         assert checker.checked == ["a", "b", "c", "b"]
+
+
+@pytest.mark.parametrize("answer", ["", None], ids=["usable", "too slow"])
+async def test_grammars_that_are_slow_get_a_second_attempt(answer):
+    with closing(Counting(None, answer)) as checker:
+        for _ in range(2):
+            with nullcontext() if answer == "" else pytest.raises(UserError, match=LIMITS):
+                await checker.check(DIGITS)
+        assert checker.checked == 2 * [DIGITS.text]
 
 
 async def test_a_grammar_is_checked_once_for_all_requests():
