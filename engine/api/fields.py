@@ -131,6 +131,8 @@ class Unsupported(NamedTuple):
 _ONLY_TEXT = "this server reads and writes text only"
 _NO_BEAMS = "there is no beam search; sample several outputs with n"
 _OLDER_NAME = "this is an older name; send response_format or structured_outputs"
+_NO_TRANSFER = "this server does not exchange KV caches with others"
+_ONLY_RENDERED = "there is no endpoint that only renders prompts"
 _SEND_FORMAT = "send response_format of the type json_schema or json_object"
 _NO_GRAMMARS = "this server takes no such grammars; send regex, choice, or response_format with a JSON schema"
 
@@ -158,6 +160,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "prompt_logprobs": Unsupported("send echo with logprobs to /v1/completions"),
     "allowed_token_ids": Unsupported("constrain outputs with logit_bias or structured_outputs"),
     "bad_words": Unsupported("forbid tokens with logit_bias", ([],)),
+    "logits_processors": Unsupported("requests cannot run code on this server", ([],)),
     "prompt_embeds": Unsupported("send text or token ids as the prompt"),
     "detokenize": Unsupported("outputs are always text; return_token_ids adds the ids", (True,)),
     "priority": Unsupported("requests run in the order of their arrival", (0,)),
@@ -166,10 +169,20 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "thinking_token_budget": Unsupported("this server does not limit reasoning; send max_completion_tokens", (-1,)),
     "repetition_detection": Unsupported("this server does not detect repetitions; send repetition_penalty"),
     "chat_template": Unsupported("the template of the model's folder is used; send chat_template_kwargs to change it"),
+    "media_io_kwargs": Unsupported(_ONLY_TEXT, ({},)),
+    "mm_processor_kwargs": Unsupported(_ONLY_TEXT, ({},)),
+    "return_token_offsets": Unsupported("logprobs of completions have text_offset", (False,)),
+    "return_prompt_text": Unsupported("return_token_ids returns the ids of the prompt", (False,)),
+    "return_assistant_tokens_mask": Unsupported(_ONLY_RENDERED, (False,)),
+    "kv_transfer_params": Unsupported(_NO_TRANSFER),
+    "ec_transfer_params": Unsupported(_NO_TRANSFER),
+    "vllm_xargs": Unsupported("this server has no such extensions", ({},)),
     "guided_json": Unsupported(_OLDER_NAME),
     "guided_regex": Unsupported(_OLDER_NAME),
     "guided_choice": Unsupported(_OLDER_NAME),
     "guided_grammar": Unsupported(_OLDER_NAME),
+    "guided_decoding_backend": Unsupported(_OLDER_NAME),
+    "guided_whitespace_pattern": Unsupported(_OLDER_NAME),
     "structured_outputs.json": Unsupported(_SEND_FORMAT),
     "structured_outputs.json_object": Unsupported(_SEND_FORMAT),
     "structured_outputs.grammar": Unsupported(_NO_GRAMMARS),

@@ -32,13 +32,16 @@ VLLM = {
     "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
     "truncate_prompt_tokens", "truncation_side", "allowed_token_ids", "prompt_logprobs", "bad_words",
     "add_special_tokens", "response_format", "structured_outputs", "priority", "request_id",
-    "return_tokens_as_token_ids", "return_token_ids", "cache_salt", "repetition_detection", "thinking_token_budget",
+    "return_tokens_as_token_ids", "return_token_ids", "return_token_offsets", "cache_salt", "kv_transfer_params",
+    "ec_transfer_params", "vllm_xargs", "repetition_detection", "thinking_token_budget", "logits_processors",
     "early_stopping", "detokenize", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_decoding_backend", "guided_whitespace_pattern",
 }  # fmt: skip
 VLLM_COMPLETIONS = {"prompt_embeds"}
 VLLM_CHATS = {
     "include_reasoning", "echo", "add_generation_prompt", "continue_final_message", "documents", "chat_template",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text",
+    "return_assistant_tokens_mask",
 }  # fmt: skip
 OWN = {
     "learn", "drafter", "max_draft", "rollout", "verification", "return_drafted", "prediction", "best_of", "user",
