@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -11,15 +13,20 @@ import numpy as np
 from ssd.corpus.rollout import Rollout
 from ssd.types import DraftBatch, Drafter, Progress
 
+MOST_ADAPTERS = 64
+"""Maximum number of drafters, unless more adapters have running sequences. Each takes 2 MB, a thread, and its text."""
+
 
 class AdapterDrafters(Drafter):
-    """One drafter for requests without an adapter and one for each adapter that was used, behind a single interface."""
+    """One drafter for requests without an adapter and one for each recently used adapter, behind a single interface."""
 
-    def __init__(self, base: Drafter, make: Callable[[str], Drafter]) -> None:
-        """make: returns a new drafter of the same kind for an adapter."""
+    def __init__(self, base: Drafter, make: Callable[[str], Drafter], most: int = MOST_ADAPTERS) -> None:
+        """make: returns a new drafter of the same kind for an adapter. most: see `MOST_ADAPTERS`."""
         self._base = base
         self._make = make
-        self._by_adapter: dict[str, Drafter] = {}
+        self._most = most
+        self._by_adapter: OrderedDict[str, Drafter] = OrderedDict()
+        """Drafters by the name of the adapter, the least recently used first."""
         self._owners: dict[int, Drafter] = {}
         """The drafter of each running sequence."""
         self.limits, self.corpus = base.limits, base.corpus
@@ -30,7 +37,7 @@ class AdapterDrafters(Drafter):
         return self._base.is_connected
 
     def known(self, adapter: str | None) -> Drafter | None:
-        """Return the drafter of an adapter; None if it was not used yet."""
+        """Return the drafter of an adapter; None if it has none at present."""
         return self._base if adapter is None else self._by_adapter.get(adapter)
 
     def start(
@@ -46,9 +53,7 @@ class AdapterDrafters(Drafter):
         seed: int | None = None,
     ) -> None:
         """See `ssd.types.Drafter.start`. adapter: name of the request's adapter. The others are as in `Request`."""
-        if adapter is not None and adapter not in self._by_adapter:
-            self._by_adapter[adapter] = self._make(adapter)
-        owner: Any = self.known(adapter)
+        owner: Any = self._base if adapter is None else self._drafter_of(adapter)
         owner.start(sequence_id, prompt, hints=hints, request_id=request_id, learn=learn, rollout=rollout, seed=seed)
         self._owners[sequence_id] = owner
 
@@ -69,6 +74,19 @@ class AdapterDrafters(Drafter):
         """See `ssd.types.Drafter.close`."""
         for drafter in (self._base, *self._by_adapter.values()):
             drafter.close()
+
+    def _drafter_of(self, adapter: str) -> Drafter:
+        """Return the drafter of an adapter; a new one may replace the least recently used one without sequences."""
+        if adapter not in self._by_adapter:
+            if len(self._by_adapter) >= self._most:
+                busy = {id(owner) for owner in self._owners.values()}
+                idle = next((name for name, each in self._by_adapter.items() if id(each) not in busy), None)
+                if idle is not None:
+                    # Closing a client waits until the service has received everything that was sent.
+                    Thread(target=self._by_adapter.pop(idle).close).start()
+            self._by_adapter[adapter] = self._make(adapter)
+        self._by_adapter.move_to_end(adapter)
+        return self._by_adapter[adapter]
 
     def _call(self, begin: Callable[[Drafter, Progress], Callable[[], DraftBatch]], progress: Progress) -> DraftBatch:
         """Begin to draft with each drafter, and return the drafts of all in the order of `progress`."""

@@ -313,11 +313,11 @@ def _build_kind(kind: str, config: DrafterConfig, resources: Resources) -> AnyDr
         drafter = known.build(config, resources)
         if not (known.has_corpus and resources.adapters):
             return drafter
-        from engine.drafters.by_adapter import AdapterDrafters
+        from engine.drafters.by_adapter import MOST_ADAPTERS, AdapterDrafters
         from ssd.corpus.ring import MIN_CAPACITY
 
         # The corpora of all adapters together are as large as that of the base model.
-        capacity = max(MIN_CAPACITY, config.capacity // len(resources.adapters))
+        capacity = max(MIN_CAPACITY, config.capacity // min(len(resources.adapters), MOST_ADAPTERS))
 
         def make(adapter: str) -> types.Drafter:
             own = replace(resources, adapter=resources.adapters[adapter])

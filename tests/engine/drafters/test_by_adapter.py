@@ -1,6 +1,7 @@
 """`AdapterDrafters` gives each drafter its own sequences, and returns drafts in the order of the batch."""
 
 from itertools import pairwise
+from threading import Event
 
 import numpy as np
 import pytest
@@ -78,3 +79,29 @@ def test_each_drafter_gets_its_sequences_and_drafts_are_in_the_order_of_the_batc
     calls.clear()
     joint.close()
     assert set(calls) == {("close", LABELS[adapter]) for adapter in (None, *distinct)}
+
+
+@pytest.mark.parametrize(("ended", "replaced"), [("b", "b"), ("abc", "b"), ("ab", "b"), ("c", None)])
+def test_the_least_recently_used_drafter_without_sequences_is_replaced(ended, replaced):
+    made, closed = {}, Event()
+
+    class Closing(Labeled):
+        def close(self):
+            super().close()
+            closed.set()
+
+    def make(name):
+        made[name] = Closing(name, [])
+        return made[name]
+
+    joint = AdapterDrafters(Labeled(0, []), make, most=2)
+    for sequence_id, name in enumerate("abac"):
+        joint.start(sequence_id, np.array([1], np.uint32), adapter=name)
+        if name in ended:
+            joint.finish(sequence_id, np.array([], np.uint32))
+    assert list(made) == ["a", "b", "c"]
+    assert replaced is None or closed.wait(60)
+    is_closed = [name for name, drafter in made.items() if ("close", name) in drafter.calls]
+    assert is_closed == [replaced] * bool(replaced)
+    joint.close()
+    assert all(("close", name) in drafter.calls for name, drafter in made.items())
