@@ -89,20 +89,28 @@ class Stop(NamedTuple):
 Message = Joining | Cache | Step | Move | Stop
 
 
+class Loaded(NamedTuple):
+    """Answer of a rank that has loaded its part."""
+
+
+class LoadFailed(NamedTuple):
+    """Answer of a rank that cannot load its part."""
+
+    reason: str
+
+
 class RankGroup:
     """Collective operations of `torch.distributed`: NCCL between GPUs, gloo between processes on a CPU.
 
     A process can belong to one group at a time.
     """
 
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-
-    def connect(self, store: Path, device: str) -> None:
+    def __init__(self, shard: Shard, store: Path, device: str) -> None:
         """Wait until all ranks have joined. store: a file that they share, so that no port has to be agreed on.
 
         Raises RuntimeError if a rank does not join within `TIMEOUT_S`.
         """
+        self.shard = shard
         if sys.platform == "linux":
             # All ranks are on one machine, whose host name need not have an address.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -110,8 +118,8 @@ class RankGroup:
         dist.init_process_group(
             "nccl" if self._is_cuda else "gloo",
             init_method=store.absolute().as_uri(),
-            rank=self.shard.rank,
-            world_size=self.shard.count,
+            rank=shard.rank,
+            world_size=shard.count,
             timeout=timedelta(seconds=TIMEOUT_S),
         )
         dist.barrier()  # Until here ranks may still read the file.
@@ -136,21 +144,18 @@ class RankGroup:
         dist.gather(tensor.contiguous(), parts or None)
         return parts
 
-    def leave(self) -> None:
-        """Leave the group, if it was joined. Ranks that wait for this one get a RuntimeError."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def close(self) -> None:
+        """Leave the group. Ranks that wait for this one get a RuntimeError."""
+        dist.destroy_process_group()
 
 
-class Ranks(RankGroup):
+class Ranks:
     """The group of all ranks, and the processes of all but rank 0, which is this process."""
 
     def __init__(self, settings: Sequence[RankSettings], run: Callable[[Connection, RankSettings], None]) -> None:
-        """Start a process that calls `run` for each of `settings`, of ranks 1, 2, ...; they load their parts.
-
-        Each sends None once it is loaded, or the reason why it cannot be.
-        """
-        super().__init__(Shard(0, len(settings) + 1))
+        """Start a process that calls `run` for each of `settings`, of ranks 1, 2, ...; they load their parts."""
+        self.shard = Shard(0, len(settings) + 1)
+        self._group: RankGroup | None = None
         self._lost: str | None = None
         self._has_noticed = threading.Event()
         self._is_handled = threading.Event()
@@ -173,12 +178,13 @@ class Ranks(RankGroup):
         """Wait until all ranks have loaded their parts, then connect them. Raises UserError if one of them fails."""
         with self.reporting():
             for rank, connection in enumerate(self._connections, start=1):
-                if (reason := connection.recv()) is not None:
-                    raise UserError(f"rank {rank} of {self.shard.count}: {reason}")
+                answer = connection.recv()
+                if isinstance(answer, LoadFailed):
+                    raise UserError(f"rank {rank} of {self.shard.count}: {answer.reason}")
             folder = Path(tempfile.mkdtemp(prefix="ssd-ranks-"))
             try:
                 self.send(Joining(folder / "store"))
-                self.connect(folder / "store", device)
+                self._group = RankGroup(self.shard, folder / "store", device)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -187,6 +193,16 @@ class Ranks(RankGroup):
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for connection in self._connections:
             connection.send_bytes(data)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """See `engine.models.sharding.Group`."""
+        assert self._group is not None
+        return self._group.sum(tensor)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `engine.models.sharding.Group`."""
+        assert self._group is not None
+        return self._group.gather(tensor)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -230,7 +246,8 @@ class Ranks(RankGroup):
             self.send(Stop())
         for connection in self._connections:
             connection.close()
-        self.leave()
+        if self._group is not None:
+            self._group.close()
         for process in self.processes:
             process.join(STOP_TIMEOUT_S)
             if process.is_alive():

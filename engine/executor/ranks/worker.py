@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
-from engine.executor.ranks.leader import Cache, Joining, Move, RankSettings, Step, Stop
+from engine.executor.ranks.leader import Cache, Joining, Loaded, LoadFailed, Move, RankSettings, Step, Stop
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,18 +51,17 @@ def _serve(connection: Connection, settings: RankSettings) -> None:
         model = load_shard(settings.folder, settings.shard, dtype=settings.dtype, device=settings.device)
         pack(model)
     except UserError as problem:
-        connection.send(str(problem))
+        connection.send(LoadFailed(str(problem)))
         return
-    connection.send(None)
+    connection.send(Loaded())
     joining = connection.recv()
     if isinstance(joining, Stop):
         return
     assert isinstance(joining, Joining)
-    group = RankGroup(settings.shard)
-    group.connect(joining.store, settings.device)
+    group = RankGroup(settings.shard, joining.store, settings.device)
     model.connect(load_config(settings.folder), group)
     _run(connection, model)
-    group.leave()
+    group.close()
 
 
 def _run(connection: Connection, model: ShardedDecoder) -> None:
