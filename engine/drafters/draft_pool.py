@@ -156,11 +156,10 @@ def _likeliest(owner, path_prob, limits, chosen):
     return ends[-1]
 
 
-def drafts_of(nodes: Candidates, limits: np.ndarray, source: int | np.ndarray, q: Tensor | None = None) -> Drafts:
+def drafts_of(nodes: Candidates, limits: np.ndarray, source: int, q: Tensor | None = None) -> Drafts:
     """Return the likeliest of all candidates as drafts, parents before their children.
 
-    limits: int64 [B], largest number of tokens of each draft. source: of all candidates, or of each, uint8 [n]. q: see
-    `Drafts`.
+    limits: int64 [B], largest number of tokens of each draft. source: of all tokens. q: see `Drafts`.
     """
     rows = likeliest(nodes.owner, nodes.path_prob, limits)
     chosen = nodes.take(rows)
@@ -172,7 +171,7 @@ def drafts_of(nodes: Candidates, limits: np.ndarray, source: int | np.ndarray, q
         chosen.token.astype(np.uint32),
         place[chosen.parent].astype(np.int32),  # `ROOT` refers to the last element.
         chosen.accept_prob,
-        np.broadcast_to(np.uint8(source), len(nodes.owner))[rows],
+        np.full(len(rows), source, np.uint8),
         offsets_of(counts),
     )
     return Drafts(batch, q, None if q is None else chosen.q_row.astype(np.int32), scores=chosen.score)

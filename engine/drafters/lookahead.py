@@ -18,12 +18,12 @@ implementation can have.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from engine.drafters.base import Drafter, TargetOutputs
-from engine.drafters.draft_pool import DraftPool, drafts_of
+from engine.drafters.draft_pool import Candidates, drafts_of
 from engine.drafters.drafts import DETERMINISTIC, Drafts, ExtraRows
 from engine.drafters.options import LookaheadOptions
 from engine.drafters.sources import DraftSource
@@ -31,6 +31,7 @@ from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import KIND, SAMPLED
+from engine.speculation.selection import path_prob
 from ssd.acceptance import AcceptanceTable
 from ssd.types import ROOT, DraftLimits, offsets_of
 
@@ -127,6 +128,38 @@ class LookaheadState:
     pool: NgramPool
 
 
+@dataclass
+class Trees:
+    """Candidate trees of a batch, without probabilities."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    """Indices within the same tree."""
+    depths: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    """1 / (1 + number of more recent siblings)."""
+    lengths: list[int] = field(default_factory=list)
+
+    def add(self, ngrams: Iterable[tuple[int, ...]]) -> None:
+        """Add a tree of n-grams without their first token; n-grams share the nodes of a common prefix."""
+        first = len(self.tokens)
+        children: dict[tuple[int, int], int] = {}
+        siblings: dict[int, int] = {}
+        for ngram in ngrams:
+            at = ROOT
+            for depth, token in enumerate(ngram[1:], 1):
+                node = children.get((at, token))
+                if node is None:
+                    node = children[at, token] = len(self.tokens) - first
+                    siblings[at] = siblings.get(at, 0) + 1
+                    self.tokens.append(token)
+                    self.parents.append(at)
+                    self.depths.append(depth)
+                    self.scores.append(1 / siblings[at])
+                at = node
+        self.lengths.append(len(self.tokens) - first)
+
+
 class LookaheadDrafter(Drafter):
     """Drafts n-grams from a Jacobi branch that runs in the target's batch, and from the request's text."""
 
@@ -169,29 +202,27 @@ class LookaheadDrafter(Drafter):
         self._running.pop(sequence.sequence_id, None)
 
     def _drafts(self, plan: StepPlan) -> Drafts:
-        """Return the likeliest nodes of the trees of n-grams that begin with each sequence's last token."""
-        pool, is_sampled = DraftPool(), plan.table.state[plan.rows, KIND] & SAMPLED != 0
-        # A sibling's score depends on the number of more recent ones.
-        by_rank = 1 / np.arange(1, 1 + self._candidates, dtype=np.float32)
-        # Nodes to continue: owner, index in the pool, and the rest of each n-gram after the node.
-        frontier: list[tuple[int, int, list[tuple[int, ...]]]] = []
-        for index, sequence in enumerate(plan.producing):
-            found = self._running[sequence.sequence_id].pool.find(int(sequence.tokens[-1]))[: self._candidates]
-            frontier.append((index, ROOT, [ngram[1:] for ngram in found]))
-        for depth in range(1, self._sizes.ngram):
-            children, after = np.full((len(frontier), self._candidates), -1), []
-            for row, (index, _, ngrams) in enumerate(frontier):
-                rests: dict[int, list[tuple[int, ...]]] = {}
-                for token, *rest in ngrams:
-                    rests.setdefault(token, []).append(tuple(rest))
-                children[row, : len(rests)] = [*rests]
-                after += [(index, each) for each in rests.values()]
-            owner, parent = np.array([each[:2] for each in frontier], np.int64).reshape(-1, 2).T.copy()
-            scores = np.tile(by_rank, (len(owner), 1))
-            accept_prob = self._table.accept_prob(is_sampled[owner, None], scores, depth)
-            frontier = [(index, node, rests) for node, (index, rests) in enumerate(after, len(pool))]
-            pool.add(owner, parent, children, scores, accept_prob, np.full(len(owner), DETERMINISTIC))
-        return drafts_of(pool.nodes, plan.rooms, DraftSource.LOOKAHEAD)
+        """Return the likeliest nodes of the n-grams that begin with each sequence's last token."""
+        trees = Trees()
+        for sequence in plan.producing:
+            pool = self._running[sequence.sequence_id].pool
+            trees.add(pool.find(int(sequence.tokens[-1]))[: self._candidates])
+        lengths, parents = np.array(trees.lengths), np.array(trees.parents, np.int64)
+        owner = np.arange(plan.producers).repeat(lengths)
+        is_sampled = plan.table.state[plan.rows, KIND] & SAMPLED != 0
+        depths, scores = np.array(trees.depths, np.int64), np.array(trees.scores, np.float32)
+        accept_prob = self._table.accept_prob(is_sampled[owner], scores, depths)
+        starts = np.cumsum(lengths) - lengths
+        nodes = Candidates(
+            owner=owner,
+            parent=np.where(parents == ROOT, ROOT, parents + starts[owner]),
+            token=np.array(trees.tokens, np.int64),
+            q_row=np.full(len(owner), DETERMINISTIC),
+            accept_prob=accept_prob,
+            path_prob=path_prob(accept_prob, parents, np.append(0, np.cumsum(lengths))),
+            score=scores,
+        )
+        return drafts_of(nodes, plan.rooms, DraftSource.LOOKAHEAD)
 
     def _ngrams_of(self, text: np.ndarray) -> Iterable[tuple[int, ...]]:
         """Return all n-grams of a text, in order."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.drafters.draft_pool import DraftPool, drafts_of
-from engine.drafters.drafts import DETERMINISTIC, Drafts
+from engine.drafters.drafts import Drafts
 from engine.drafters.sources import DraftSource
 from engine.sampling.grammar_state import GrammarState
 from engine.scheduling.sequence import Sequence
-from ssd.types import ROOT, DraftBatch
+from ssd.types import ROOT, DraftBatch, offsets_of
 
-NO_Q = np.array([DETERMINISTIC])
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Tokens, parents, accept_prob and sources of a draft, as in `DraftBatch`."""
 MAX_MASKS_S = 0.02
 """Seconds that the masks of one draft may take. Most take 10 to 100 us each, so that few drafts are cut."""
 
@@ -29,45 +30,67 @@ def follow_grammars(drafts: Drafts, sequences: SequenceOf[Sequence], rooms: np.n
 
     rooms: int64 [B], largest number of tokens of each draft. Such requests are verified exactly, which needs no q.
     """
-    pool, sources, limits = DraftPool(), list[int](), np.array(rooms)
-    for index, sequence in enumerate(sequences):
+    parts = []
+    for index, (sequence, room) in enumerate(zip(sequences, rooms.tolist(), strict=True)):
         assert sequence.grammar is not None
-        limits[index] = min(limits[index], int(MAX_MASKS_S / max(sequence.grammar.mask_s, 1e-9)))
-        if limits[index]:
-            _follow(sequence.grammar, drafts.batch.take([index]), int(limits[index]), pool, index, sources)
-    return drafts_of(pool.nodes, limits, np.array(sources, np.uint8))
+        one = drafts.batch.take([index])
+        most = min(room, int(MAX_MASKS_S / max(sequence.grammar.mask_s, 1e-9)))
+        columns = follow_grammar(sequence.grammar, (one.tokens, one.parents, one.accept_prob, one.source), most)
+        parts.append(DraftBatch(*columns, offsets_of(np.array([len(columns[0])]))))
+    return Drafts(DraftBatch.concatenate(parts))
 
 
-def _follow(
-    grammar: GrammarState, draft: DraftBatch, room: int, pool: DraftPool, index: int, sources: list[int]
-) -> None:
-    """Add the tokens of one draft that a grammar allows, and those that it forces, to a pool.
+@dataclass
+class _Tree:
+    """A draft that is being made, by node."""
 
-    room: largest number of tokens that are forced after a node. index: index of the sequence. sources: of the nodes in
-    the pool, a `DraftSource` each.
-    """
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    accept_prob: list[float] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    path_prob: list[float] = field(default_factory=list)
 
-    def add(token: int, parent: int, prob: float, source: int) -> int:
+    def add(self, token: int, parent: int, prob: float, source: int) -> int:
         """Add a node and return its index."""
-        probs, no_scores = np.array([[prob]], np.float32), np.zeros((1, 1), np.float32)
-        pool.add(np.array([index]), np.array([parent]), np.array([[token]]), no_scores, probs, NO_Q)
-        sources.append(source)
-        return len(pool) - 1
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.accept_prob.append(prob)
+        self.sources.append(source)
+        self.path_prob.append(prob * (1.0 if parent == ROOT else self.path_prob[parent]))
+        return len(self.tokens) - 1
 
-    tokens, accept_prob, draft_sources = draft.tokens.tolist(), draft.accept_prob.tolist(), draft.source.tolist()
+    def likeliest(self, count: int) -> Columns:
+        """Return the `count` likeliest nodes, parents before their children."""
+        # A child is at most as likely as its parent and was added later, so the stable order is right for both.
+        ranked = np.argsort(-np.array(self.path_prob), kind="stable")[:count]
+        place = np.full(len(self.tokens) + 1, ROOT, np.int32)
+        place[ranked] = np.arange(len(ranked))
+        return (
+            np.array(self.tokens, np.uint32)[ranked],
+            place[np.array(self.parents, np.int64)[ranked]],
+            np.array(self.accept_prob, np.float32)[ranked],
+            np.array(self.sources, np.uint8)[ranked],
+        )
+
+
+def follow_grammar(grammar: GrammarState, draft: Columns, room: int) -> Columns:
+    """Return the part of a draft that a grammar allows, with the tokens that it forces, at most `room` tokens."""
+    tokens, parents, accept_prob, sources = (column.tolist() for column in draft)
     children: dict[int | None, list[int]] = defaultdict(list)
-    for node, parent in enumerate(draft.parents.tolist()):
+    for node, parent in enumerate(parents):
         children[parent].append(node)
-    # Node in the pool, the same node of the draft (None if it is not there), and the state after it.
-    ends: deque[tuple[int, int | None, GrammarState]] = deque([(ROOT, ROOT, grammar.copy())])
+    tree = _Tree()
+    # Node of the result, the same node of the draft (None if it is not there), and the state after it.
+    ends: deque[tuple[int, int | None, GrammarState]] = deque([(ROOT, ROOT, grammar.copy())] if room else ())
     while ends:
         at, own, state = ends.popleft()
         for token in state.forced(room):
             if not state.accept(token):
                 break
             own = next((node for node in children[own] if tokens[node] == token), None)
-            at = add(token, at, 1.0, DraftSource.GRAMMAR)
+            at = tree.add(token, at, 1.0, DraftSource.GRAMMAR)
         for node in children[own] if own is not None else ():
             after = state.copy()
             if after.accept(tokens[node]):
-                ends.append((add(tokens[node], at, accept_prob[node], draft_sources[node]), node, after))
+                ends.append((tree.add(tokens[node], at, accept_prob[node], sources[node]), node, after))
+    return tree.likeliest(room)

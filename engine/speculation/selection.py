@@ -18,7 +18,7 @@ from ssd.budget.backoff import MEASURED_RUNS, MIN_TRIAL_STEPS, Backoff
 from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import StepPrice, TokenBudget
 from ssd.kernels.budget import open_budget, select
-from ssd.kernels.jit import Float, Floats, Longs, Parents, SourceCodes, Tokens, kernel
+from ssd.kernels.jit import Float, Floats, FloatsOut, Longs, Nothing, Parents, SourceCodes, Tokens, inline, kernel
 from ssd.types import NO_LIMITS, DraftBatch, DraftLimits
 
 LOG = logging.getLogger(__name__)
@@ -216,6 +216,14 @@ class DeviceDrafting:
             self._backoff.record_pause()
 
 
+@inline
+def path_probs(accept_prob, parents, first, end, likely):
+    """Write the product of `accept_prob` along the path from the root to each token from `first` on, before `end`."""
+    for token in range(first, end):
+        parent = parents[token]
+        likely[token] = accept_prob[token] * (np.float32(1) if parent < 0 else likely[first + parent])
+
+
 @kernel(Longs, Floats, Parents, SourceCodes, Tokens, Longs, Float, Longs, returns=Float)
 def select_calibrated(budget, accept_prob, parents, sources, offsets, usable, calibration, lengths):
     """Write how many tokens of each draft to verify, int64 [B]; return how many are expected to be accepted.
@@ -227,9 +235,8 @@ def select_calibrated(budget, accept_prob, parents, sources, offsets, usable, ca
     likely, calibrated = np.empty(count, np.float32), np.zeros(count, np.float32)
     for index in range(len(usable)):
         first = bounds[index]
+        path_probs(accept_prob, parents, first, first + usable[index], likely)
         for token in range(first, first + usable[index]):
-            parent = parents[token]
-            likely[token] = accept_prob[token] * (np.float32(1) if parent < 0 else likely[first + parent])
             # What a grammar forces is accepted with certainty, and says nothing about the drafter.
             is_certain = sources[token] == GRAMMAR and likely[token] == 1
             calibrated[token] = likely[token] if is_certain else likely[token] * calibration
@@ -242,3 +249,20 @@ def select_calibrated(budget, accept_prob, parents, sources, offsets, usable, ca
             if sources[token] != GRAMMAR:
                 expected += likely[token]
     return expected
+
+
+@kernel(Floats, Parents, Longs, FloatsOut, returns=Nothing)
+def path_prob_of(accept_prob, parents, offsets, likely):
+    """Write `path_probs` of all drafts. offsets: int64 [B + 1]."""
+    for index in range(len(offsets) - 1):
+        path_probs(accept_prob, parents, offsets[index], offsets[index + 1], likely)
+
+
+def path_prob(accept_prob: np.ndarray, parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return the product of `accept_prob` along each token's path from the root, float32 [T].
+
+    accept_prob: float [T], of each token given its parent. parents and offsets as in `DraftBatch`.
+    """
+    likely = np.empty(len(accept_prob), np.float32)
+    path_prob_of(accept_prob.astype(np.float32), parents.astype(np.int32), offsets.astype(np.int64), likely)
+    return likely

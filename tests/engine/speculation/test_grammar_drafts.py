@@ -3,14 +3,12 @@
 import json
 from dataclasses import replace
 from itertools import cycle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.drafts import Drafts
 from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
 from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt
@@ -20,9 +18,8 @@ from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.table import HAS_GRAMMAR
-from engine.speculation import grammar_drafts
-from engine.speculation.grammar_drafts import follow_grammars
-from engine.speculation.selection import DraftSelection
+from engine.speculation.grammar_drafts import follow_grammar
+from engine.speculation.selection import DraftSelection, path_prob
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
@@ -156,7 +153,7 @@ def test_forced_tokens_are_drafted_while_the_drafter_is_not_asked(model, compile
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_drafts_are_cut_and_extended(compiler, monkeypatch, seed):
+def test_drafts_are_cut_and_extended(compiler, seed):
     rng = np.random.default_rng(seed)
     grammar = GRAMMARS[seed % 3]
     right = [*walk(compiler, grammar, rng), 0]
@@ -166,25 +163,21 @@ def test_drafts_are_cut_and_extended(compiler, monkeypatch, seed):
     room = int(rng.integers(1, 9))
     tokens, parents = random_tree(rng, right[start:], room, VOCAB)
     probs = rng.random(len(tokens)).astype(np.float32)
-    own = DraftBatch(
-        array(tokens), np.array(parents, np.int32), probs, np.zeros(len(tokens), np.uint8), array([0, len(tokens)])
-    )
-    monkeypatch.setattr(grammar_drafts, "MAX_MASKS_S", 1e9)
-    found = follow_grammars(Drafts(own), [SimpleNamespace(grammar=state)], np.array([room])).batch
-    assert len(found.tokens) <= room
+    own = (array(tokens), np.array(parents, np.int32), probs, np.zeros(len(tokens), np.uint8))
+    found = follow_grammar(state, own, room)
+    assert [column.dtype for column in found] == [column.dtype for column in own]
+    assert len(found[0]) <= room
     by_path = {path: node for node, path in enumerate(paths_of(tokens, parents))}
-    paths = paths_of(found.tokens.tolist(), found.parents.tolist())
+    paths = paths_of(*(column.tolist() for column in found[:2]))
     assert len(set(paths)) == len(paths)
-    for path, prob, source in zip(paths, found.accept_prob.tolist(), found.source.tolist(), strict=True):
+    for path, prob, source in zip(paths, found[2].tolist(), found[3].tolist(), strict=True):
         before = state.copy()
         assert all(before.accept(token) for token in path[:-1])
         allowed = np.flatnonzero(before.allowed()).tolist()
         assert path[-1] in allowed
         assert (len(allowed) == 1) == (source == DraftSource.GRAMMAR)
         assert prob == (1.0 if len(allowed) == 1 else probs[by_path[path]])
-    likely = []
-    for prob, parent in zip(found.accept_prob.tolist(), found.parents.tolist(), strict=True):
-        likely.append(prob * (likely[parent] if parent >= 0 else 1.0))
+    likely = path_prob(found[2], found[1], np.array([0, len(paths)]))
     assert (np.diff(likely) <= 1e-12).all()
     if len(paths) < room:
         # Nothing is left out: every token of the draft that is allowed, and what is forced after each.

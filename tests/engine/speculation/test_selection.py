@@ -1,18 +1,40 @@
 """What the engine's selection of draft tokens learns from steps, and when it skips the drafter."""
 
+import itertools
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.speculation.selection import DraftSelection
-from ssd.types import DraftBatch, Path
+from engine.speculation.selection import DraftSelection, path_prob
+from ssd.types import DraftBatch, DraftLimits, Path
 from tests.curves import curve_of, line
 from tests.engine.steps import counted_plan as plan_of
 
+PATHS = st.lists(st.lists(st.floats(0.01, 1.0), max_size=4), min_size=1, max_size=3)
 CHEAP = line(0.005)
 
 
 def drafts_of(*paths):
     return DraftBatch.from_paths([Path(np.arange(len(path), dtype=np.uint32), np.array(path)) for path in paths])
+
+
+def slow_path_prob(accept_prob, parents, offsets):
+    """Naive twin of `path_prob`: one token after the other."""
+    whole = []
+    for start, end in itertools.pairwise(offsets):
+        for at in range(start, end):
+            whole.append(accept_prob[at] * (1.0 if parents[at] < 0 else whole[start + parents[at]]))
+    return whole
+
+
+@given(PATHS, st.data())
+def test_path_prob_is_the_product_along_the_path(drafts, data):
+    accept_prob, offsets = np.array([prob for draft in drafts for prob in draft]), np.cumsum([0, *map(len, drafts)])
+    parents = [data.draw(st.integers(-1, index - 1)) for draft in drafts for index in range(len(draft))]
+    found = path_prob(accept_prob, np.array(parents, np.int32), offsets)
+    np.testing.assert_allclose(found, slow_path_prob(accept_prob, parents, offsets), rtol=1e-5)
 
 
 def test_tokens_of_prompts_and_extra_rows_are_part_of_the_step():
@@ -51,17 +73,30 @@ def test_drafts_that_are_never_accepted_take_little_time_and_are_retried(price):
     assert max(spent[-500:]) > 0
 
 
+def calls_in(selection, steps, *, accepted, drafting_s):
+    """Return the steps in which the drafter is called."""
+    calls = []
+    for step in range(steps):
+        if not selection.admits(plan_of()):
+            selection.record(plan_of(is_backing_off=True), 0, 1, 1.0)
+        else:
+            calls.append(step)
+            plan = plan_of(verified=accepted, is_drafting=True, drafting_s=drafting_s)
+            selection.record(plan, accepted, 1 + accepted, 1.0)
+    return calls
+
+
+def test_a_useless_drafter_takes_a_small_part_of_the_time():
+    calls = calls_in(DraftSelection(CHEAP), 20_000, accepted=0, drafting_s=0.1)
+    assert 0 < 0.1 * len(calls) / 20_000 < 0.012
+    assert calls[-1] > 19_000
+
+
 @pytest.mark.parametrize(("drafting_s", "pays"), [(0.9, True), (1.1, False)])
 def test_no_backoff_if_accepted_tokens_save_more_time_than_drafting_takes(drafting_s, pays):
     # A step has one accepted token, which saves a step.
-    selection, calls = DraftSelection(CHEAP), 0
-    for _ in range(200):
-        is_called = selection.admits(plan_of())
-        calls += is_called
-        drafting = {"verified": 1, "is_drafting": True, "drafting_s": drafting_s}
-        plan = plan_of(**(drafting if is_called else {"is_backing_off": True}))
-        selection.record(plan, int(is_called), 1 + is_called, 1.0)
-    assert (calls == 200) == pays
+    selection = DraftSelection(CHEAP)
+    assert (len(calls_in(selection, 200, accepted=1, drafting_s=drafting_s)) == 200) == pays
 
 
 @pytest.mark.parametrize(("extra_rows", "pays"), [(90, True), (110, False)])
@@ -92,6 +127,13 @@ def test_a_pause_of_a_large_batch_does_not_stop_drafts_of_a_small_one():
     assert [selection.admits(plan_of(count)) for count in (15, 16, 31, 32)] == [True, False, False, True]
 
 
+def test_a_drafter_that_becomes_useful_is_called_in_every_step_again():
+    selection = DraftSelection(CHEAP)
+    calls_in(selection, 2000, accepted=0, drafting_s=0.01)
+    calls = calls_in(selection, 400, accepted=1, drafting_s=0.01)
+    assert calls[-100:] == list(range(300, 400))
+
+
 def test_calibration_recovers_during_backoff():
     selection, drafts = DraftSelection(CHEAP), drafts_of([1.0] * 16)
     for _ in range(100):
@@ -120,6 +162,27 @@ def test_tokens_that_cannot_be_verified_do_not_count_as_expected():
         assert selection.select(plan_of(2), drafts, np.array([4, 0])).tolist() == [4, 0]
         selection.record(plan_of(2, verified=2), 4, 6, 1.0)
     assert selection.calibration == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("depth", "pays"), [(2, True), (1, False)])
+def test_extra_rows_that_cannot_pay_are_not_tried_and_this_is_said_once(depth, pays):
+    # The rows take half as long as a step without drafts, and verifying a token of each sequence half as long, too.
+    selection = DraftSelection(line(0.25, 0.5), DraftLimits(depth=depth), (said := []).append)
+    for _ in range(3):
+        plan = plan_of(2, extra_rooms=np.array([1, 1]))
+        assert selection.admits(plan), "drafts without extra rows may pay"
+        assert plan.extra_rooms[0] == (1 if pays else 0)
+    assert said == ([] if pays else [said[0]])
+    assert pays or ("with 2 requests at once" in said[0] and "(1 for each request)" in said[0])
+
+
+@pytest.mark.parametrize(("position_steps", "pays"), [(0.5, True), (1.0, False)])
+def test_a_network_as_slow_as_the_target_is_never_called(position_steps, pays):
+    limits = DraftLimits(4, position_steps, cause="it is a copy")
+    selection = DraftSelection(line(0.01, 0.99), limits, (said := []).append)
+    assert selection.admits(plan_of()) == pays
+    assert pays or (len(said) == 1 and said[0].startswith("with 1 request at once nothing is drafted:"))
+    assert pays or said[0].endswith("; it is a copy")
 
 
 def test_extra_rows_that_may_pay_are_tried_when_the_trial_takes_a_small_part_of_the_time():
