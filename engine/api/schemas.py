@@ -289,6 +289,8 @@ class ChatRequest(SamplingFields):
         if isinstance(self.tool_choice, Tool):
             if self.tool_choice.name not in names:
                 raise ValueError(f"tool_choice: there is no tool {self.tool_choice.name!r} in tools")
+            if self.tool_choice.function.model_fields_set != {"name"}:
+                raise ValueError("tool_choice: send only the name of the function; tools has its other fields")
         elif self.tool_choice not in (None, "none", "auto", "required"):
             raise ValueError("tool_choice: must be none, auto, required, or an object that names a function")
         if self.tool_choice == "required" and not names:

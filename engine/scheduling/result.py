@@ -202,7 +202,7 @@ class StepResult:
             return np.zeros(len(self.lengths), np.int64)
         is_verified, batch = self.is_verified, drafts.batch
         if drafts.q_rows is not None:
-            # Rejection accepts other tokens than a comparison with the target's, from which the table learns.
+            # The table learns from comparisons with the target's tokens; rejection may accept other tokens.
             owner, is_from_q = drafts.owner, is_verified & (drafts.q_rows != DETERMINISTIC)
             is_verified &= np.bincount(owner, is_from_q, len(self.lengths))[owner] == 0
         is_sampled = self.plan.table.state[self.plan.rows, KIND] & SAMPLED != 0

@@ -2,8 +2,8 @@
 
 In rejection mode, outputs follow the target's distribution only if the decision to verify a sampled token does not
 depend on that token. The token budget therefore does not get the drafter's `accept_prob` of such tokens, but a path
-whose probabilities are the acceptance rates by depth of earlier steps. It selects a depth, and the draft, a path, too,
-is verified up to there.
+whose probabilities are the acceptance rates by depth of earlier steps. It selects a depth; the draft, which is also a
+path, is verified up to that depth.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.models.decoder import Decoder
+from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request, SamplingParams
 from engine.training.run import Run
@@ -87,6 +88,7 @@ def write_card(folder: Path, run: Run, target: Path, facts: Mapping[str, str], r
     facts: further properties of the run, by name.
     """
     recipe, license_note = run.recipe, ""
+    license_fields = "license: other\nlicense_name: psf-2.0\n" if target == SHIPPED_MODEL else ""
     if (target / LICENSE_FILE).exists():
         shutil.copy(target / LICENSE_FILE, folder / LICENSE_FILE)
         license_note = f" The target's license applies (`{LICENSE_FILE}`)."
@@ -99,7 +101,7 @@ def write_card(folder: Path, run: Run, target: Path, facts: Mapping[str, str], r
     rows = "\n".join(f"| {name} | {value} |" for name, value in {**facts, **own}.items())
     (folder / CARD_FILE).write_text(
         f"""---
-library_name: ssd-drafter
+{license_fields}library_name: ssd-drafter
 base_model: {target.name}
 ---
 

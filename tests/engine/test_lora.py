@@ -1,5 +1,7 @@
 """The engine with LoRA adapters: outputs equal those of merged models, in any batch and with any drafter."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,12 +12,15 @@ from engine.engine import build_engine
 from engine.models.loader import load_config, load_model
 from engine.models.lora.format import check_adapters
 from engine.models.lora.pool import AdapterPool
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
-from tests.engine.conftest import make_folder
+from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.integrity import check_integrity
 from tests.engine.lora_folders import merged_model, write_adapter
+from tests.engine.sampling.test_grammar_state import END, GRAMMARS
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
 ADAPTERS = {
@@ -98,6 +103,28 @@ def test_outputs_equal_those_of_merged_models(folder, merged, draft_folders, dra
     assert all(completion.cached_tokens == 48 for completion in completions[:8])
     if drafter not in ("none", "ngram", "mtp", "lookahead"):  # random outputs rarely repeat their own n-grams
         assert sum(completion.accepted for completion in completions) > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("drafter", ["none", "ssd", "mtp"])
+def test_outputs_with_a_grammar_equal_those_of_merged_models(folder, updates, draft_folders, drafter):
+    grammars = GrammarCompiler(Tokenizer(folder), VOCAB, (END,))
+    cases = [(name, grammar) for grammar in GRAMMARS for name in (None, "first", "second")]
+    submitted = [
+        replace(request, sampling=SamplingParams(max_tokens=40, temperature=0.9, seed=seed, grammar=grammar))
+        for seed, (name, grammar) in enumerate(cases)
+        for request in requests(name)[:1]
+    ]
+    expected = []
+    for request in submitted:
+        model = merged_model(folder, updates.get(request.adapter, {}))
+        alone = build_engine(model, CONFIG, build_drafter("none", DrafterConfig()), grammars=grammars)
+        expected += outputs(alone, [replace(request, adapter=None, max_draft=0)])
+    engine = new_engine(folder, drafter=drafter, draft_models=draft_folders, grammars=grammars)
+    assert outputs(engine, submitted) == expected
+    completions = engine.generate(submitted)
+    assert [completion.tokens.tolist() for completion in completions] == expected
+    assert sum(completion.by_source["grammar"].accepted for completion in completions[:3]) > 10
     engine.close()
 
 

@@ -7,11 +7,12 @@ import openai
 import pytest
 import torch
 
-from engine.api.responses import prompt_offsets, usage
+from engine.api.responses import TokenNames, completion_logprobs, prompt_offsets, usage
 from engine.drafters.sources import DraftCounts
 from engine.models.loader import load_model
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
+from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion, FinishReason
 from tests.engine.api.serving import MODEL
 from tests.engine.forward import prompt_logits
@@ -151,3 +152,22 @@ def test_usage_counts_each_prompt_once_and_no_pages_cached_by_its_own_outputs():
         "corpus": {"drafted_tokens": 4, "accepted_tokens": 1},
         "mtp": {"drafted_tokens": 2, "accepted_tokens": 1},
     }
+
+
+def test_a_token_keeps_its_name_beside_others_of_the_same_text():
+    class Names(TokenNames):
+        def __init__(self):
+            self._as_ids = False
+
+        def name(self, token):
+            return "a" if token < 3 else "b"
+
+    logprobs = Logprobs(np.array([-3.0]), array([[1, 3, 2]]), np.array([[-0.5, -1.0, -2.0]]))
+    [top] = completion_logprobs(array([2]), logprobs, Names(), [0])["top_logprobs"]
+    assert top == {"token_id:1": -0.5, "b": -1.0, "a": -3.0}
+
+
+def test_tokens_can_be_named_by_their_ids(complete, http):
+    [choice] = complete(prompt=[5, 6], logprobs=2, max_tokens=2, echo=True, return_tokens_as_token_ids=True)
+    assert choice["logprobs"]["tokens"][:2] == ["token_id:5", "token_id:6"]
+    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"][1:] for name in top)

@@ -25,6 +25,10 @@ def message(**fields):
     return {"messages": [{"role": "assistant", "content": "x"} | fields]}
 
 
+def tool(**fields):
+    return {"type": "function", "function": {"name": "look", **fields}}
+
+
 BOTH = [
     ({"temperature": 3}, "temperature", "less than or equal"),
     ({"temperature": "hot"}, "temperature", "valid number"),
@@ -101,6 +105,7 @@ CHATS = [
     ({"reasoning_effort": "low", SETTINGS: {"reasoning_effort": "high"}}, "reasoning_effort", "differs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "the chat template of this model does not"),
     ({"tool_choice": "required"}, "tool_choice", "required needs tools"),
+    ({"tools": [tool()], "tool_choice": tool(strict=True)}, "tool_choice", "send only the name of the function"),
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differs from max_completion_tokens"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),

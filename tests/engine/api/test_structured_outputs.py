@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from engine.api.server import build_engine_from
+from engine.commands.options import EngineOptions
 from tests.engine.api.serving import MODEL, PROMPTS, complete, nested
 
 SCHEMA = {
@@ -133,3 +135,10 @@ def test_deeply_nested_schemas_are_answered(http, depth):
     """The engine process survives them."""
     assert post(http, **schema_of(nested(depth)), max_tokens=2).status_code in (200, 400)
     assert http.get("/health").status_code == 200
+
+
+def test_the_server_reads_the_tokenizer_before_the_first_grammar(folder):
+    options = EngineOptions(folder=folder, device="cpu", kv_memory_mib=16)
+    engine = build_engine_from(options, ())
+    assert "tokenizer" in vars(engine._grammars)
+    engine.close()
