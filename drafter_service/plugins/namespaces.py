@@ -1,4 +1,4 @@
-"""The drafters of a host: one per namespace, since a client of the sidecar has one namespace."""
+"""The drafters of a host: one per namespace, since a client of the sidecar has one namespace; reports of lost ones."""
 
 from __future__ import annotations
 
@@ -44,6 +44,42 @@ class Namespace:
     """Seconds that the drafter has taken for the host's current step."""
 
 
+class ConnectionLog:
+    """Reports a loss that concerns several connections once, and its end once. Any thread may call it."""
+
+    def __init__(self, address: str, report: Callable[[str], None], *, has_copy: bool = False) -> None:
+        """address: the drafter's. report: writes a message to the host's log. has_copy: see `PluginSettings`."""
+        self._address = address
+        self._has_copy = has_copy
+        self._report = report
+        self._reasons: set[str] = set()
+        """Reported reasons since a connection last worked again."""
+        self._is_lost = False
+        """Whether one of them is not a refusal."""
+        self._lock = threading.Lock()
+
+    def lost(self, reason: str, is_refused: bool) -> None:
+        """Record that a connection was lost. is_refused: whether the service refuses it for good."""
+        with self._lock:
+            if reason in self._reasons or (self._is_lost and not is_refused):
+                return
+            self._reasons.add(reason)
+            self._is_lost |= not is_refused
+        rest = "without drafts"
+        if self._has_copy:
+            rest = "with drafts from the copy for at most 30 s, then from running requests"
+        self._report(f"no connection to the drafter at {self._address} ({reason}); continuing {rest}")
+
+    def resumed(self) -> None:
+        """Record that a lost connection works again."""
+        with self._lock:
+            is_reported = bool(self._reasons)
+            self._reasons.clear()
+            self._is_lost = False
+        if is_reported:
+            self._report(f"reconnected to the drafter at {self._address}; drafting resumes")
+
+
 class HostNamespaces:
     """Opens drafters on first use and closes those not used for longest. One thread at a time may use it."""
 
@@ -53,19 +89,19 @@ class HostNamespaces:
         limits: HostLimits,
         report: Callable[[str], None],
         report_once: Callable[[str, str], None],
+        open_drafter: Callable[[str, str], HostDrafter] | None = None,
         inform: Callable[[str], None] = lambda _: None,
     ) -> None:
         """report: called with a message, from any thread, when connections are lost or work again. report_once: called
         in the same way with a kind of problem and a message, which is ignored if there was one of this kind.
-        inform: called with the namespace of requests without cache salt, once it is known.
+        inform: called with the namespace of requests without cache salt, once it is known. open_drafter: opens the
+        drafter of an adapter and a salt; None: as the settings say.
         """
+        self._open_drafter = open_drafter or self._drafter
         self._settings = settings
         self._limits = limits
         self._report, self._report_once, self._inform = report, report_once, inform
-        self._reasons: set[str] = set()
-        """Reported reasons of lost connections since one last worked again."""
-        self._lock = threading.Lock()
-        """Guards them."""
+        self._connections = ConnectionLog(settings.sidecar, report, has_copy=settings.has_copy)
         self.opened: OrderedDict[tuple[str, str], Namespace] = OrderedDict()
         """By adapter and salt, least recently used first."""
 
@@ -118,26 +154,12 @@ class HostNamespaces:
             threading.Thread(target=drafter.close, name="ssd-close", daemon=True).start()
         return True
 
-    def _lost(self, reason: str) -> None:
-        """Report that a connection was lost, unless that of another namespace was for the same reason."""
-        with self._lock:
-            is_known = reason in self._reasons
-            self._reasons.add(reason)
-        if not is_known:
-            rest = "without drafts"
-            if self._settings.has_copy:
-                rest = "with drafts from the copy for at most 30 s, then from running requests"
-            self._report(f"no connection to the drafter at {self._settings.sidecar} ({reason}); continuing {rest}")
+    def _is_refused(self, adapter: str, salt: str) -> bool:
+        """Return whether the service refuses the connection of a namespace."""
+        namespace = self.opened.get((adapter, salt))
+        return namespace is not None and isinstance(namespace.drafter, DrafterClient) and namespace.drafter.is_refused
 
-    def _resumed(self) -> None:
-        """Report once that lost connections work again."""
-        with self._lock:
-            was_reported = bool(self._reasons)
-            self._reasons.clear()
-        if was_reported:
-            self._report(f"reconnected to the drafter at {self._settings.sidecar}; drafting resumes")
-
-    def _open_drafter(self, adapter: str, salt: str) -> HostDrafter:
+    def _drafter(self, adapter: str, salt: str) -> HostDrafter:
         settings = self._settings
         shape: DraftShape = "tree" if self._limits.trees else "path"
         if settings.sidecar == EMBEDDED and settings.shadow:
@@ -169,8 +191,8 @@ class HostNamespaces:
             shadow=settings.shadow,
             required=False,
             on_welcome=partial(self._welcomed, is_default=not (salt or adapter)),
-            on_lost=self._lost,
-            on_resumed=self._resumed,
+            on_lost=lambda reason: self._connections.lost(reason, self._is_refused(adapter, salt)),
+            on_resumed=self._connections.resumed,
         )
 
     def _welcomed(self, welcome: Welcome, is_default: bool) -> None:

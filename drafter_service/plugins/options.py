@@ -80,6 +80,8 @@ class RequestOptions:
     """The host's cache salt: requests share a corpus only with requests of the same salt."""
     adapter: str = ""
     """Fingerprint of its LoRA adapter; "" without one. Requests of different adapters share no corpus."""
+    user: str = ""
+    """The end user. Sessions of different users are different ones, whatever their names."""
     session: str = ""
     """Name that the turns of a conversation share; "": none."""
     private: bool = False
@@ -125,8 +127,10 @@ class RequestOptions:
 
     @property
     def session_id(self) -> str | None:
-        """Id of the session; None without one. A hash, so that the drafter gets no names."""
-        return hashlib.sha256(self.session.encode()).hexdigest() if self.session else None
+        """Id of the session, unique per user; None without one. A hash, so that the drafter gets no names."""
+        if not self.session:
+            return None
+        return hashlib.sha256(f"{len(self.user)}:{self.user}{self.session}".encode()).hexdigest()
 
     def learns_after(self, end: End) -> bool:
         """Return whether the output may be learned: of aborted ones only if a stop string may have ended it."""

@@ -39,6 +39,7 @@ from ssd.errors import Failures, UserError
 
 if TYPE_CHECKING:
     from drafter_service.plugins.combination import Combination
+    from drafter_service.plugins.namespaces import HostDrafter
 
 
 @dataclass
@@ -69,10 +70,11 @@ class HostSession:
         settings: PluginSettings,
         limits: HostLimits,
         report: Callable[[str], None],
+        open_drafter: Callable[[str, str], HostDrafter] | None = None,
         inform: Callable[[str], None] = lambda _: None,
     ) -> None:
         """report: writes a message to the host's log, from any thread; called once for each kind of problem, and at
-        most once a minute for failures. inform: see `HostNamespaces`.
+        most once a minute for failures. open_drafter, inform: see `HostNamespaces`.
         """
         self.counters = DraftCounters()
         self._failures = Failures()
@@ -82,7 +84,7 @@ class HostSession:
         self._rollouts = settings.rollouts
         self._report = report
         self._reported: set[str] = set()
-        self.namespaces = HostNamespaces(settings, limits, report, self._report_once, inform)
+        self.namespaces = HostNamespaces(settings, limits, report, self._report_once, open_drafter, inform)
         self._hints = HintTokenizer(settings.folder, self._report_once)
         self._requests: OrderedDict[Hashable, TrackedRequest] = OrderedDict()
         """By the host's id, least recently drafted first."""

@@ -108,9 +108,12 @@ class SimulatedHost:
         """open_drafter: None for the drafters that the settings name."""
         self.reports: list[str] = []
         self.drafters: dict[tuple[str, str], object] = {}
-        self.session = HostSession(settings or PluginSettings(sidecar="embedded"), LIMITS, self.reports.append)
-        if open_drafter is not None:
-            self.session.namespaces._open_drafter = lambda *key: self.drafters.setdefault(key, open_drafter())
+        self.session = HostSession(
+            settings or PluginSettings(sidecar="embedded"),
+            LIMITS,
+            self.reports.append,
+            None if open_drafter is None else lambda *key: self.drafters.setdefault(key, open_drafter()),
+        )
         self.requests: dict[str, HostRequest] = {}
         self.finished: list[HostRequest] = []
         """Finished requests that may be learned."""

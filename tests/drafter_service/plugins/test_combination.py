@@ -36,8 +36,7 @@ class Host:
         self.reports, self.drafter = [], Drafter(is_remote=is_remote)
         limits = HostLimits(max_draft=MAX_DRAFT, vocab_size=VOCAB_SIZE, has_network=True)
         settings = PluginSettings(sidecar="embedded", shadow=shadow)
-        self.session = HostSession(settings, limits, self.reports.append)
-        self.session.namespaces._open_drafter = lambda *_: self.drafter
+        self.session = HostSession(settings, limits, self.reports.append, lambda *_: self.drafter)
         self.requests = 0
 
     def run(self, output, network, options=None):

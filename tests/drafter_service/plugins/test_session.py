@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from drafter_service.client import DrafterClient
-from drafter_service.client.copies import TRUSTED_S
 from drafter_service.client.tokenizer import TextTokenizer
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.hints import MAX_WAITING
-from drafter_service.plugins.namespaces import MAX_NAMESPACES, HostNamespaces, namespace_name
+from drafter_service.plugins.namespaces import MAX_NAMESPACES, namespace_name
 from drafter_service.plugins.options import MAX_HINT_CHARS, MAX_HINT_TOKENS, End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
@@ -181,6 +180,15 @@ def test_the_namespace_that_was_not_used_for_longest_makes_room(host):
         host.add(name, LOOP, RequestOptions(salt=name))
         host.end(name)
     assert [salt for _, salt in host.session.namespaces.opened] == [*names[2:], names[0], "next"]
+
+
+def test_sessions_of_two_users_differ():
+    ids = {
+        RequestOptions(user=user, session=session).session_id
+        for user, session in (("a", "bc"), ("ab", "c"), ("", "abc"), ("a", "b"))
+    }
+    assert len(ids) == 4
+    assert RequestOptions(user="a").session_id is None
 
 
 def test_extras_of_a_request():
@@ -433,27 +441,6 @@ def test_a_sidecar_that_dies_costs_drafts_until_it_returns(make_session, reports
     assert len(reports) <= 2
     assert all("no connection to the drafter" in report for report in reports)
     assert session.counters.failures == 0
-
-
-@pytest.mark.parametrize(
-    ("drafting", "rest"),
-    [
-        ("sidecar", "without drafts"),
-        ("replica", f"with drafts from the copy for at most {TRUSTED_S:.0f} s, then from running requests"),
-    ],
-)
-def test_each_reason_of_a_lost_connection_is_reported_once_and_so_is_its_end(drafting, rest):
-    reports = []
-    settings = PluginSettings("unix:/run/ssd.sock", drafting=drafting)
-    namespaces = HostNamespaces(settings, LIMITS, reports.append, pytest.fail)
-    lost = f"no connection to the drafter at unix:/run/ssd.sock (it ended the stream); continuing {rest}"
-    refused, resumed = lost.replace("it ended the stream", "no permission"), "reconnected to the drafter at unix:/run"
-    for number in range(2):
-        for reason in ("it ended the stream", "no permission", "it ended the stream"):
-            namespaces._lost(reason)
-        for _ in range(2):
-            namespaces._resumed()
-        assert reports[3 * number :] == [lost, refused, f"{resumed}/ssd.sock; drafting resumes"]
 
 
 def repeats(host, prompts):

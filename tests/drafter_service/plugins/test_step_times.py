@@ -44,15 +44,19 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def drafters():
+def drafters(clock):
     return {}
 
 
 @pytest.fixture
 def session(clock, drafters):
     reports = []
-    session = HostSession(PluginSettings(), HostLimits(8, 50), reports.append)
-    session.namespaces._open_drafter = lambda _, salt: drafters.setdefault(salt, Drafter(clock))
+    session = HostSession(
+        PluginSettings(),
+        HostLimits(8, 50),
+        reports.append,
+        lambda _, salt: drafters.setdefault(salt, Drafter(clock)),
+    )
     yield session
     session.close()
     assert not reports
