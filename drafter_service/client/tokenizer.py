@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,11 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LFS_POINTER = b"version https://git-lfs"
 CHARS_AT_ONCE = 1 << 18
 """Characters per call of the library: it needs hundreds of bytes per token, but uses fewer threads for small calls."""
-SEAM = re.compile(r"(?<=[^\W\d_])(?=\s)")
-"""Places where texts may be split: before the space after a word."""
+SEAM = re.compile(r"(?<=[^\W\d_])(?=[^\w'\u2019]\w)")
+"""Places where texts may be split: before a character that is neither of a word nor an apostrophe, between words."""
+SEAM_CHARS = 128
+"""Characters on both sides of a seam whose tokens must be the same when they are split."""
+SEAMS_TRIED = 50
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -105,7 +109,7 @@ class TextTokenizer:
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, uint32 [N], without special tokens around it.
 
-        Long texts are tokenized in pieces, which may change a token between two of them.
+        Long texts are tokenized in pieces, where that gives the same tokens.
         """
         pieces = [list(self._pieces(text)) for text in texts]
         encoded = (
@@ -121,14 +125,34 @@ class TextTokenizer:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Yield parts of a text, which end between words if it has any."""
+        """Yield parts of a text that are tokenized as the whole text is.
+
+        The last part is long if the tokenizer cannot be split. A text without words is split anywhere.
+        """
         first = 0
-        while len(text) - first > 2 * CHARS_AT_ONCE:
-            seam = SEAM.search(text, first + CHARS_AT_ONCE, first + 2 * CHARS_AT_ONCE)
-            end = first + CHARS_AT_ONCE if seam is None else seam.start()
+        while len(text) - first > 2 * CHARS_AT_ONCE and (seam := self._seam(text, first + CHARS_AT_ONCE)):
+            end, following = seam
             yield text[first:end]
-            first = end
+            first = following
         yield text[first:]
+
+    def _seam(self, text: str, first: int) -> tuple[int, int] | None:
+        """Return the end of a piece and the beginning of the next; None if pieces have other tokens than the whole.
+
+        A tokenizer that adds a space before each text has one character less between them.
+        """
+        at = None
+        for match in islice(SEAM.finditer(text, first, first + CHARS_AT_ONCE), SEAMS_TRIED):
+            at = match.start()
+            before, after = text[at - SEAM_CHARS : at], text[at : at + SEAM_CHARS]
+            whole, left = (self._ids(part) for part in (before + after, before))
+            for dropped in (0, 1) if after[0] == " " else (0,):
+                if left + self._ids(after[dropped:]) == whole:
+                    return at, at + dropped
+        return (first, first) if at is None else None
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _groups(texts: Iterable[str]) -> Iterator[list[str]]:

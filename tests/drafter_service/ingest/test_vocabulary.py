@@ -81,7 +81,7 @@ def small_tokenizer(kind):
     return tokenizer
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3"])  # Others have another token between two pieces.
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "metaspace", "gemma", "one word"])
 def test_long_texts_are_tokenized_in_pieces_with_the_same_result(tmp_path, monkeypatch, kind):
     tokenizer = small_tokenizer(kind)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
