@@ -186,7 +186,9 @@ class Session:
             raise WireError("starts contains a sequence that is already running")
         withheld = {start.message.shadow for start in starts} | ({self._shadow is not None} if len(running) else set())
         if len(withheld) > 1:
-            raise WireError("starts has sequences with and without shadow; use a stream for each of both")
+            raise WireError(
+                "starts has sequences with and without shadow; use one stream with shadow, and another one without"
+            )
         tokens = sum(start.size for start in starts)
         if tokens > self._limits.stream_tokens:
             raise WireError(f"starts has {tokens} tokens; a stream may have {self._limits.stream_tokens}")

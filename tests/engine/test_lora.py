@@ -77,13 +77,13 @@ def without_adapter(request):
     return Request(request.prompt, request.sampling)
 
 
-def new_engine(folder, *, drafter="none", config=CONFIG, **settings):
+def new_engine(folder, *, drafter="none", config=CONFIG, grammars=None, **settings):
     model = load_model(folder)
     folders = {name: folder / name for name in ADAPTERS}
     target = TargetInfo.from_model(model, config, folder)
     built = build_drafter(drafter, DrafterConfig(), target, adapters=folders, **settings)
     pool = AdapterPool(model, check_adapters(folders, model.config))
-    return build_engine(model, config, built, adapters=pool, drafters=drafter.split("+"))
+    return build_engine(model, config, built, adapters=pool, drafters=drafter.split("+"), grammars=grammars)
 
 
 def outputs(engine, submitted):

@@ -104,7 +104,7 @@ def test_engines_are_told_apart(service, tmp_path):
         assert f" {timeouts} {units.share(timeouts / steps)} " in " ".join(service.run("report").split())
         page = tmp_path / "report.html"
         service.run("report", "--html", str(page))
-        assert '<td class="name">node-1:1 · vllm/0.32.0 ' in page.read_text()
+        assert "<td>node-1:1 · vllm/0.32.0 " in page.read_text()
         assert "<th>late steps</th>" in page.read_text()
 
 
@@ -127,7 +127,7 @@ def test_versions_of_rollouts_are_told_apart(service, tmp_path):
         assert " 12346 " in service.run("report", "--namespace", "rollouts").replace("\n", " ")
         page = tmp_path / "report.html"
         service.run("report", "--html", str(page))
-        assert '<td class="name">12346</td>' in page.read_text()
+        assert "<td>12346</td>" in page.read_text()
 
 
 def test_an_engine_without_a_name_is_named_after_its_process(service):

@@ -269,6 +269,16 @@ def test_the_engine_that_was_disconnected_for_longest_is_dropped_first(namespace
     assert namespace.stats.committed == 2, "statistics of a dropped engine are kept"
 
 
+def test_the_text_of_a_sequence_without_a_session_is_not_kept_for_a_later_one(namespace):
+    session = Session(namespace, Limits())
+    [drafter] = namespace.drafters
+    send(session, starts=[start(1, range(2000))], batch=batch({1: ()}))
+    send(session, finishes=[finish(1, [1], learn=True)])
+    memory = drafter.own_bytes
+    drafter.withdraw_all()
+    assert drafter.own_bytes == memory
+
+
 @pytest.mark.parametrize("steps", [[], [1]])
 def test_the_sequences_that_were_inactive_for_longest_are_dropped(namespace, steps):
     session = Session(namespace, Limits(sequences=2))

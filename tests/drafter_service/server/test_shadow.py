@@ -15,6 +15,7 @@ from drafter_service.server.shadow import MAX_WAITING, ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack
+from ssd.budget.padding import Padding
 from ssd.config import DrafterConfig
 from ssd.types import Progress
 from tests.drafter_service.raw import batch, finish, start, texts
@@ -86,13 +87,14 @@ def test_the_drafter_is_called_as_by_an_engine_that_verifies_drafts(requests, sh
 
 
 def test_the_drafts_of_all_running_sequences_of_a_stream_are_withheld_or_none(namespace):
-    session = Session(namespace, Limits(), draft_shape="tree")
+    padding = Padding(sizes=(8, 16))
+    session = Session(namespace, Limits(), draft_shape="tree", padding=padding)
     for shadow in (True, False):
         answered(session, starts=[start(1, [1], shadow=shadow)])
         mixed = pb.DraftRequest(starts=[start(2, [1], shadow=not shadow)])
-        assert "use a stream for each" in session.answer(mixed, may_learn=True).error.message
+        assert "use one stream with shadow" in session.answer(mixed, may_learn=True).error.message
         [drafter] = namespace.drafters
-        assert drafter.config.draft_shape == "tree"
+        assert (drafter.config.draft_shape, drafter.budget.curve.padding(1)) == ("tree", padding)
         assert isinstance(drafter, ShadowDrafter) == shadow
         answered(session, finishes=[finish(1)])
     assert namespace.shadow.observed == 1
