@@ -19,11 +19,9 @@ from ssd.sequences.local_index import FRESH_ROOM
 from ssd.sequences.running import NO_ROWS
 from ssd.sequences.tables import FRESH_SIZE, NODES, ROOM, SIZE
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Progress, check_path_prob
+from ssd.types import ONE_EACH, DraftBatch, Progress, check_path_prob
 
 NO_LIBRARIES = np.empty((0, TIER_COLUMNS), np.int64)
-ONE_EACH = np.empty(0, np.uint32)
-"""Value of `Progress.steps` for the kernel if each sequence took one step."""
 
 UINT32, INT32, FLOAT32, UINT8 = (np.dtype(kind) for kind in (np.uint32, np.int32, np.float32, np.uint8))
 """`numpy.empty` takes a third less time if it is given these."""

@@ -76,6 +76,10 @@ class StepTime(NamedTuple):
     """Seconds by which drafting delayed it."""
 
 
+ONE_EACH = np.empty(0, np.uint32)
+"""`Progress.steps` for kernels if each sequence took one step."""
+
+
 @dataclass(eq=False)
 class Progress:
     """Progress of the B sequences of a batch since their last drafts. Not frozen, as `DraftBatch`."""

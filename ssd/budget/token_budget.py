@@ -21,6 +21,7 @@ from ssd.kernels.budget import (
     TOKENS,
     WITHHELD,
     Budget,
+    drafts_outcome,
     largest_saving,
     record_rate,
     saved_steps,
@@ -28,7 +29,7 @@ from ssd.kernels.budget import (
     select_drafts,
     step_price,
 )
-from ssd.types import Progress
+from ssd.types import ONE_EACH, Progress
 
 constant_curve = lru_cache(16)(StepCurve.constant)
 """Returns the curve of a cost that is given instead of the engine's curve."""
@@ -135,19 +136,18 @@ class TokenBudget:
         """
         are_possible = [self.curve.record(step.tokens, step.sequences, step.seconds) for step in progress.step_times]
         step, drafting_s = progress.step_times[-1], sum(step.drafting_s for step in progress.step_times)
-        has_tokens = np.diff(progress.offsets) > 0
-        steps = np.count_nonzero(has_tokens) if progress.steps is None else progress.steps[has_tokens].sum()
-        if not (are_possible[-1] and 0 < drafting_s <= MAX_SECONDS and steps):
+        if not (are_possible[-1] and 0 < drafting_s <= MAX_SECONDS):
+            return 0
+        self.prepare(step.sequences)
+        steps = ONE_EACH if progress.steps is None else progress.steps
+        taken, saved, longer = drafts_outcome(self.addresses, progress.offsets, progress.verified, steps, step.tokens)
+        if not taken:
             return 0
         if self._backoff.is_stopped:
             self._backoff.end_pause()
             return 0
-        drafted = self.curve.step_tokens(progress.verified) - len(progress.verified)
-        self.prepare(step.sequences)
-        saved = self.saved(len(progress.tokens) - int(steps), step.tokens, drafted)
         # The curve may have another unit than seconds.
-        drafting = drafting_s / step.seconds * self.seconds(step.tokens) / self.seconds(step.sequences)
-        self._backoff.record_drafts(saved, drafting)
+        self._backoff.record_drafts(saved, drafting_s / step.seconds * longer)
         return self._backoff.pause_steps
 
     def _write(self, curve: StepCurve, sequences: int = 1) -> None:

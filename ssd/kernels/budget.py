@@ -15,10 +15,11 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 import numpy as np
+from numba import types
 
 from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES
 from ssd.kernels.arrays import opener
-from ssd.kernels.jit import Float, FloatPair, Floats, Int, Longs, Nothing, inline, kernel, outline
+from ssd.kernels.jit import Float, FloatPair, Floats, Int, Longs, Nothing, Tokens, inline, kernel, outline
 
 MAX_KNOTS = 128
 """Largest number of knots of a step-time curve."""
@@ -265,6 +266,31 @@ def saved_steps(addresses, accepted, tokens, drafted):  # type: ignore[no-untype
     sequences = budget.facts[SEQUENCES]
     longer = step_seconds(budget, tokens) - step_seconds(budget, tokens - drafted)
     return accepted / sequences - longer / step_seconds(budget, sequences)
+
+
+@kernel(Longs, Tokens, Tokens, Tokens, Int, returns=types.UniTuple(Float, 3))
+def drafts_outcome(addresses, offsets, verified, steps, tokens):  # type: ignore[no-untyped-def]
+    """Return what the drafts of a step of a number of tokens led to, given arrays of `ssd.types.Progress`.
+
+    These are the number of steps of the sequences that committed tokens, the time that was saved, see
+    `TokenBudget.saved`, and the expected duration as a multiple of that of a step without drafts. steps: empty if each
+    sequence took one step.
+    """
+    budget = open_budget(addresses)
+    sequences, taken, drafted, longest = budget.facts[SEQUENCES], 0, 0, 0
+    for index in range(len(verified)):
+        drafted += verified[index]
+        longest = max(longest, np.int64(verified[index]))
+        if offsets[index + 1] > offsets[index]:
+            taken += np.int64(steps[index]) if len(steps) else 1
+    for index in range(budget.facts[LENGTHS]):
+        if budget.lengths[index] >= longest:
+            drafted = len(verified) * budget.lengths[index]
+            break
+    plain, expected = step_seconds(budget, sequences), step_seconds(budget, tokens)
+    longer = expected - step_seconds(budget, tokens - drafted)
+    accepted = np.int64(offsets[len(verified)]) - taken
+    return np.float64(taken), accepted / sequences - longer / plain, expected / plain
 
 
 @kernel(Longs, Int, Int, Float, returns=Float)

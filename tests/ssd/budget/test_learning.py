@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ssd.budget.curve import StepCurve
+from ssd.budget.padding import Padding
 from ssd.budget.token_budget import TokenBudget
+from ssd.kernels.budget import drafts_outcome
 from ssd.types import StepTime
 from tests.replay import progress_of
 
@@ -30,6 +34,29 @@ def pauses_after(committed, drafting_s, steps=30):
         budget.curve.record(2, 2, 0.1)
         budget.curve.record(2 * (1 + DRAFTED), 2, 0.1)
     return max(budget.learn(progress(committed, step(drafting_s))) for _ in range(steps))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 8), st.integers(1, 3)), min_size=1, max_size=6),
+    st.booleans(),
+    st.sampled_from([(), (2, 8)]),
+    st.integers(0, 20),
+)
+def test_the_outcome_of_a_step_is_that_of_its_arrays(sequences, has_steps, lengths, prompt):
+    """Each sequence: tokens it committed, its verified draft tokens, and its steps."""
+    curve = StepCurve.from_table([1, 8], [1, 64], np.array([[1.0, 3.0], [2.0, 5.0]]), Padding(lengths=lengths))
+    budget, count = TokenBudget(curve), len(sequences)
+    budget.prepare(count)
+    committed, verified, steps = np.array(sequences, np.uint32).T.copy()
+    offsets = np.append(0, np.cumsum(committed)).astype(np.uint32)
+    tokens = curve.step_tokens(verified.astype(np.int64), prompt)
+    given_steps = steps if has_steps else steps[:0]
+    taken, saved, longer = drafts_outcome(budget.addresses, offsets, verified, given_steps, tokens)
+    assert taken == sum((steps if has_steps else np.ones(count))[committed > 0])
+    plain, expected = (float(curve.seconds(size, count)) for size in (count, tokens))
+    drafts_s = expected - float(curve.seconds(count + prompt, count))
+    assert saved == pytest.approx((committed.sum() - taken) / count - drafts_s / plain)
+    assert longer == pytest.approx(expected / plain)
 
 
 def test_an_answer_that_is_always_late_saves_nothing():
