@@ -3,14 +3,12 @@
 import asyncio
 import errno
 import os
-import resource
 import struct
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import grpc
 import pytest
 
 from drafter_service.server import disk
@@ -18,9 +16,8 @@ from drafter_service.server import namespaces as module
 from drafter_service.server.disk import DiskThreads, LoadError
 from ssd.corpus import sections, snapshot
 from tests.drafter_service.guarded import run
-from tests.drafter_service.raw import connected, counted, eventually
+from tests.drafter_service.raw import counted
 from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened, raising
-from tests.servers import served
 
 PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EROFS]
 
@@ -185,30 +182,6 @@ async def test_a_caller_does_not_wait_longer_than_the_limit_for_a_load_or_the_fo
         while "a" not in namespaces.loaded:
             await asyncio.sleep(0.001)
         assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
-
-
-def test_without_free_descriptors_a_namespace_is_not_lost(tmp_path, socket_address):
-    arguments = ["--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path)]
-    before = asyncio.run(saved(tmp_path))
-    with served(*arguments) as process, connected(socket_address) as caller:
-        caller.observe("loaded", counted(200))
-        limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        used = {int(number) for number in os.listdir(f"/proc/{process.pid}/fd")}
-        none_free = next(number for number in range(1024) if number not in used)
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (none_free, limits[1]))
-        for _ in range(3):
-            code, message = caller.refusal("Observe", namespace="a", texts=None)
-            assert code is grpc.StatusCode.UNAVAILABLE
-            assert "cannot be loaded now: " in message
-            code, _ = caller.refusal("Forget", namespace="a", request_id="a-0")
-            assert code is grpc.StatusCode.UNAVAILABLE
-        assert {name: content for name, content in contents(tmp_path).items() if name != ".lock"} == before
-        # What is loaded needs no descriptor, even if it is used for the first time.
-        eventually(lambda: caller.probe("loaded", counted(200)[:8], limit=1) == [208])
-        assert '"name":"loaded"' in caller.call("Report").json
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
-        eventually(lambda: caller.opened("a"))
-        assert caller.probe("a", [1, 2, 3], limit=1) == [4]
 
 
 @run
