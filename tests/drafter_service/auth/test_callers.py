@@ -50,6 +50,9 @@ def test_all_requested_rights_are_required():
     assert not caller.may(Right.READ | Right.ADMIN, "x")
     with pytest.raises(PermissionDeniedError, match="no read/admin right"):
         caller.require(Right.READ | Right.ADMIN, "x")
+    with pytest.raises(PermissionDeniedError) as refused:
+        caller.require(Right.ADMIN, "b" * 1_000_000)
+    assert len(str(refused.value)) < 200
     assert all(EVERYBODY.may(right, "x") for right in Right)
 
 

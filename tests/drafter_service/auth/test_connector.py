@@ -92,31 +92,23 @@ async def test_client_certificate_identifies_the_caller(ca, tmp_path):
 
 
 @run
-async def test_renewed_certificate_applies_to_the_next_connection(ca, other_ca):
-    pair = ca.server()
+async def test_a_renewed_certificate_applies_to_the_next_connection_once_it_is_complete(ca, other_ca, caplog):
+    pair, renewed = ca.server(), other_ca.server("renewed")
     async with guarded(tls(ca, pair)) as service, open_aio(Connector(service.address, trusting(ca))) as channel:
         read = channel.unary_unary("/test.Guarded/Read")
         await read(b"any", timeout=10)
-        pair.replace_by(other_ca.server("renewed"))
-        assert await service.is_connected(trusting(other_ca))
-        assert await read(b"any", timeout=10) == b"everybody"  # An open connection continues.
-        assert not await service.is_connected(trusting(ca))
-        pair.replace_by(ca.server("again"))
-        assert await service.is_connected(trusting(ca))
-
-
-@run
-async def test_incomplete_renewal_keeps_the_old_certificate(ca, other_ca, caplog):
-    pair, renewed = ca.server(), other_ca.server("renewed")
-    async with guarded(tls(ca, pair)) as service:
         replace_file(pair.certificate, renewed.certificate.read_text())
         assert await service.is_connected(trusting(ca))
         assert "not a pair" in caplog.text
         replace_file(pair.key, renewed.key.read_text())
         assert await service.is_connected(trusting(other_ca))
+        assert await read(b"any", timeout=10) == b"everybody"  # An open connection continues.
+        assert not await service.is_connected(trusting(ca))
         pair.certificate.unlink()
         assert await service.is_connected(trusting(other_ca))
         assert "cannot read" in caplog.text
+        pair.replace_by(ca.server("again"))
+        assert await service.is_connected(trusting(ca))
 
 
 @run

@@ -3,12 +3,20 @@
 import errno
 import threading
 import time
+from random import Random
 
 import pytest
 from structlog.testing import capture_logs
 
-from drafter_service.client.connection import GOOD_RESPONSES
+from drafter_service.client.connection import (
+    FIRST_BACKOFF_S,
+    GOOD_RESPONSES,
+    LONGEST_BACKOFF_S,
+    ConnectionState,
+    StreamEnd,
+)
 from drafter_service.stubs import drafter_pb2 as pb
+from ssd.errors import UserError
 from tests.drafter_service.client_wire import counting
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, draft_of, fake_server_thread
 from tests.drafter_service.raw import eventually
@@ -197,3 +205,28 @@ def test_on_lost_may_close_the_client(fake, connect):
     client._thread.join(TIMEOUT_S)
     assert not client._thread.is_alive()
     assert closed
+
+
+def test_waits_between_attempts_are_random_parts_of_a_doubling_interval():
+    class Longest(Random):
+        def uniform(self, low, high):
+            assert low == 0
+            return high
+
+    def respond(times):
+        for _ in range(times):
+            state.response_received()
+
+    gone = StreamEnd("gone", UserError("gone"))
+    state = ConnectionState("host:1", Longest())
+    waits = [state.ended(gone)[0] for _ in range(100)]
+    assert waits[:4] == [FIRST_BACKOFF_S * factor for factor in (1, 2, 4, 8)]
+    assert max(waits) == waits[-1] == LONGEST_BACKOFF_S
+    for _ in range(2):  # A stream that fails after a few responses does not shorten the waits.
+        respond(GOOD_RESPONSES - 1)
+        assert state.ended(gone) == (LONGEST_BACKOFF_S, None)
+    respond(GOOD_RESPONSES)
+    assert state.ended(gone) == (FIRST_BACKOFF_S, "gone")
+    first, second = ([ConnectionState("host:1", Random(seed)).ended(gone)[0] for seed in (1, 2)] for _ in range(2))
+    assert first == second
+    assert first[0] != first[1]

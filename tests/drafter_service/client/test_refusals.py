@@ -43,21 +43,17 @@ def test_arguments_outside_their_range_are_refused(socket_address, argument, val
         DrafterClient(socket_address, **{argument: value})
 
 
-def test_a_refusal_after_a_lost_connection_is_final(fake, connect):
+def test_a_refusal_is_final_after_a_lost_connection_and_not_as_the_end_of_a_stream(fake, connect):
     news = []
     client = connect(on_lost=news.append)
+    fake.cut(grpc.StatusCode.PERMISSION_DENIED)
+    eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
     fake.refusal = (grpc.StatusCode.PERMISSION_DENIED, "no more")
     fake.cut()
     client._thread.join(TIMEOUT_S)
     assert not client._thread.is_alive()
     assert client.lost == "no more"
     assert len(news) == 1
-
-
-def test_a_stream_that_ends_without_permission_is_opened_again(fake, connect):
-    client = connect()
-    fake.cut(grpc.StatusCode.PERMISSION_DENIED)
-    eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
 
 
 def test_a_full_service_is_tried_again(fake, connect):

@@ -1,7 +1,5 @@
 """Registration of sequences that the service lost, has no room for, or must learn after their end."""
 
-import pytest
-
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
 from tests.drafter_service.fake_server import FakeService
 from tests.replay import progress_of
@@ -42,44 +40,6 @@ def test_registered_sequences_have_drafts_while_others_are_registered(monkeypatc
         # The next part was sent when the previous part was answered, after the batch.
         assert [len(one.starts) for one in wire.requests] == [2]
         assert len(wire.client.settle(turn).tokens) == registered
-
-
-def test_after_a_restart_the_sequences_that_fit_are_registered():
-    wire = connected(counting)
-    for number in range(15):
-        start(wire.client, number, [number] * 100)
-    wire.settle()
-    assert len(wire.service.texts()) == 15
-    wire.cut()
-    wire.service.max_tokens = 1000
-    before = len(wire.service.requests)
-    wire.connect()
-    wire.settle()
-    for step in range(5):
-        wire.draft(progress_of({number: [step] for number in range(15)}, limit=1))
-    assert sum(len(request.starts) for request in wire.service.requests[before:]) == 9
-    assert wire.service.evicted == 0
-
-
-def test_a_sequence_longer_than_a_message_has_no_drafts(monkeypatch):
-    monkeypatch.setattr("drafter_service.client.sequences.MAX_TEXT_BYTES", 4 * 10)
-    wire = connected(counting)
-    start(wire.client, 1, [1] * 11)
-    start(wire.client, 2, [1] * 10)
-    drafts = wire.draft(progress_of({1: [], 2: []}, limit=1))
-    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[], [2]]
-
-
-@pytest.mark.parametrize("limits", [{"max_sequences": 3}, {"max_tokens": 1000}])
-def test_sequences_that_start_and_end_in_one_message_fit_together(limits):
-    wire = Wire(FakeService(**limits))
-    for number in range(4):
-        start(wire.client, number, [number] * 300)
-        finish(wire.client, number, [])
-    wire.connect()
-    wire.settle()
-    assert len(wire.service.learned) == 4
-    assert wire.service.evicted == 0
 
 
 def test_unanswered_ends_are_sent_again_in_order_if_they_are_to_be_learned():

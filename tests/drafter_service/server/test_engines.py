@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from drafter_service.client import DrafterClient
 from drafter_service.commands.main import cli
-from drafter_service.observability.pages import units
 from drafter_service.settings.tree import ReportsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd import DrafterConfig, Rollout
@@ -74,7 +73,7 @@ def step(client, token):
     return client.draft(Progress.of_one(1, array([token]), max_draft=2))
 
 
-def test_engines_are_told_apart(service, tmp_path):
+def test_engines_are_told_apart(service):
     """One engine gets its drafts, and the other never waits for them; then one disconnects."""
     vllm, sglang = ("vllm", "node-1:1"), ("sglang", "node-1:2")
     with engine(service, "sglang/0.5.23", "node-1:2", deadline_s=30.0) as prompt:
@@ -101,14 +100,9 @@ def test_engines_are_told_apart(service, tmp_path):
         assert (rows["node-1:1"]["streams"], rows["node-1:2"]["streams"]) == (0, 1)
         assert (rows["node-1:2"]["offered"], rows["node-1:2"]["drafted"]) == (2, 0)
         assert (rows["node-1:1"]["late_steps"], rows["node-1:1"]["late_share"]) == (timeouts, timeouts / steps)
-        assert f" {timeouts} {units.share(timeouts / steps)} " in " ".join(service.run("report").split())
-        page = tmp_path / "report.html"
-        service.run("report", "--html", str(page))
-        assert "<td>node-1:1 · vllm/0.32.0 " in page.read_text()
-        assert "<th>late steps</th>" in page.read_text()
 
 
-def test_versions_of_rollouts_are_told_apart(service, tmp_path):
+def test_versions_of_rollouts_are_told_apart(service):
     def report():
         return json.loads(service.run("report", "--json", "--namespace", "rollouts"))["namespaces"][0]["by_version"]
 
@@ -124,10 +118,6 @@ def test_versions_of_rollouts_are_told_apart(service, tmp_path):
         for row in (old, new):
             assert (row["requests"], row["committed"], row["steps"] + row["accepted"]) == (1, 30, 30)
             assert 0 < row["accepted"] <= row["drafted"]
-        assert " 12346 " in service.run("report", "--namespace", "rollouts").replace("\n", " ")
-        page = tmp_path / "report.html"
-        service.run("report", "--html", str(page))
-        assert "<td>12346</td>" in page.read_text()
 
 
 def test_an_engine_without_a_name_is_named_after_its_process(service):

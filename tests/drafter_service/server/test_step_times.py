@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
 from drafter_service.transport.wire import batch_message
-from ssd.budget.curve import StepCurve
-from ssd.budget.padding import Padding
 from ssd.config import DrafterConfig
 from ssd.types import StepTime
 from tests.drafter_service.raw import batch, drafted, start
@@ -97,9 +95,3 @@ def test_a_configured_cost_is_not_corrected():
         before = drafted(answered(session, batch=batch({1: ()}, 32)))
         teach(session, 0.5)
         assert drafted(answered(session, batch=batch({1: ()}, 32))) == before
-
-
-def test_shapes_of_the_engine_are_part_of_its_curve(namespace):
-    session = Session(namespace, Limits(), padding=Padding(sizes=(1, 8, 16)))
-    curve: StepCurve = session._drafter.budget.curve
-    assert float(curve.seconds(2, 1)) == float(curve.seconds(8, 1)) < float(curve.seconds(9, 1))

@@ -1,8 +1,8 @@
 """Draft streams of the real server: handshakes, drafts, and refusals with their status."""
 
 import asyncio
-import itertools
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from drafter_service.auth.callers import access_control
+from drafter_service.auth.watched import Watched
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
@@ -46,7 +47,15 @@ STREAMS = 40
 
 
 @pytest.fixture(scope="module")
-def service():
+def checked_always():
+    """Let the callers file be checked at each use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drafter_service.auth.callers.Watched", partial(Watched, check_interval_s=0.0))
+        yield
+
+
+@pytest.fixture(scope="module")
+def service(checked_always):
     """Yield callers of one server, by name; `service.file` is the callers file."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address, file = f"unix:{folder}/drafter.sock", Path(folder) / "callers.toml"
@@ -102,19 +111,6 @@ def test_drafts_have_the_shape_that_the_engine_verifies(caller, name, shape):
     assert parents.count(ROOT) == (2 if shape == "tree" else 1)
 
 
-def test_an_old_namespace_serves_clients_that_send_the_configuration(caller):
-    """Also copies of its folder, once a client of its own folder was there."""
-    old = {"name": "Old-1B", "tokenizer": "old", "vocab_size": 500}
-    new = {**old, "vocabulary": "v", "configuration": "llama:c"}
-    copied = {**new, "name": "copied", "tokenizer": "saved again"}
-    names = [caller.stream("", **model).welcome.namespace for model in (old, new, copied, old)]
-    assert names[0].startswith("Old-1B-")
-    assert {*names} == {names[0]}
-    assert caller.observe("", model=pb.Model(**copied)).namespace == names[0]
-    (row,) = [row for row in caller.call("ListNamespaces").namespaces if row.name == names[0]]
-    assert row.is_default
-
-
 def test_an_empty_namespace_names_another_one_with_text_of_the_same_tokenizer(caller, name):
     identity = {"tokenizer": name, "vocab_size": 500}
     assert caller.observe(name, counted(100), model=pb.Model(**identity)).held == pb.Held()
@@ -160,15 +156,6 @@ def test_a_stream_without_a_handshake_is_refused(caller, first):
     stream = caller.stream()
     stream.send(first)
     assert stream.refusal() == (INVALID_ARGUMENT, "the first request of a stream has no hello")
-
-
-def test_streams_learn_from_each_other_and_have_separate_sequences(caller, name):
-    first, second = caller.stream(name), caller.stream(name)
-    first.exchange(starts=[start(1, [1, 2, 3])])
-    assert lost(second.exchange(finishes=[finish(1)])) == [1]
-    first.exchange(finishes=[finish(1, [4, 5, 6])])
-    sequence_ids = itertools.count(2)
-    assert eventually(lambda: second.draft(i := next(sequence_ids), starts=[start(i, [1, 2, 3])], limit=3)) == [4, 5, 6]
 
 
 def test_the_sequences_of_a_stream_end_with_it(caller, name):
