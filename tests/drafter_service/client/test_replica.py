@@ -297,7 +297,7 @@ def test_copies_outlive_a_service_that_stalls_and_equal_one_that_was_killed(tmp_
     names, forgotten = (f"text-{number}" for number in itertools.count()), set()
 
     def produce(client, texts):
-        for name, _ in zip(names, range(texts), strict=False):
+        for name in itertools.islice(names, texts):
             text = counted(1000 * next(numbers))
             client.start(1, array(text[:8]), request_id=name)
             client.draft(progress_of({1: text[8:20]}, 4))

@@ -6,7 +6,6 @@ import urllib.request
 from contextlib import contextmanager
 
 import grpc
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,10 +14,9 @@ from drafter_service.client import DrafterClient
 from drafter_service.commands.main import cli
 from drafter_service.settings.tree import ReportsConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from ssd import DrafterConfig, Rollout
+from ssd import DrafterConfig
 from ssd.types import Progress
 from tests.drafter_service.raw import batch, connected, eventually, start
-from tests.replay import replay_one
 from tests.servers import serving
 from tests.strategies import array
 
@@ -102,36 +100,14 @@ def test_engines_are_told_apart(service):
         assert (rows["node-1:1"]["late_steps"], rows["node-1:1"]["late_share"]) == (timeouts, timeouts / steps)
 
 
-def test_versions_of_rollouts_are_told_apart(service):
-    def report():
-        return json.loads(service.run("report", "--json", "--namespace", "rollouts"))["namespaces"][0]["by_version"]
-
-    output = np.arange(10, 40, dtype=np.uint32)
-    with DrafterClient(service.address, namespace="rollouts", deadline_s=30.0) as client:
-        replay_one(client, 1, array([5, 6]), output)
-        assert report() is None
-        for version in (12345, 12346):
-            replay_one(client, version, array([5, 6]), output, rollout=Rollout("a", version))
-        eventually(lambda: len(report() or ()) == 2)
-        old, new = report()
-        assert (old["version"], new["version"]) == (12345, 12346)
-        for row in (old, new):
-            assert (row["requests"], row["committed"], row["steps"] + row["accepted"]) == (1, 30, 30)
-            assert 0 < row["accepted"] <= row["drafted"]
-
-
-def test_an_engine_without_a_name_is_named_after_its_process(service):
-    with engine(service, "host/1", "", deadline_s=30.0):
-        [name] = [name for host, name in service.engines("connected") if host == "host"]
-        assert name.partition(":")[2].isdigit()
-
-
-def test_an_old_client_has_no_name(service):
-    with connected(service.address) as caller:
+def test_engines_without_a_name_are_named_after_their_process_or_not_at_all(service):
+    with engine(service, "host/1", "", deadline_s=30.0), connected(service.address) as caller:
         stream = caller.stream()
-        stream.exchange(hello=pb.Hello(protocol=3, client="old/1 ssd-drafter/0.1.0", namespace="old"))
+        stream.exchange(hello=pb.Hello(protocol=3, client="other/1", namespace="other"))
         assert stream.draft(1, starts=[start(1, [5, 6, 5])], limit=2) == [6, 5]
-        assert service.engines("connected")["old", ""] == 1
+        names = {host: name for host, name in service.engines("connected") if host in ("host", "other")}
+    assert names["host"].partition(":")[2].isdigit()
+    assert names["other"] == ""
 
 
 @pytest.mark.parametrize("name", ["a b", 'a"b', "a\n", "é", "x" * 129])

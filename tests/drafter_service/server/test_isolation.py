@@ -8,10 +8,10 @@ import grpc
 import pytest
 
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
-from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from tests.drafter_service.guarded import caller_entry, run
 from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, finish, start, texts
+from tests.drafter_service.server.opened_namespaces import DRAFTING
 from tests.servers import running
 
 OWN, OTHER = counted(100), counted(500)
@@ -49,11 +49,7 @@ async def counting(monkeypatch, tmp_path, address):
     callers = tmp_path / "callers.toml"
     entries = [caller_entry(name, name, "read", "learn", "admin") for name in "ab"]
     callers.write_text("".join([*entries, *(caller_entry(right, "b", right) for right in ("read", "learn", "admin"))]))
-    config = ServiceConfig(
-        listen=address,
-        drafting=DrafterConfig(capacity=10_000),
-        access=AccessConfig(callers=callers),
-    )
+    config = ServiceConfig(listen=address, drafting=DRAFTING, access=AccessConfig(callers=callers))
     monkeypatch.setattr("drafter_service.server.server.SAMPLE_S", 3600)  # Samples read all namespaces.
     names, views = Counter(), Counter()
     view = Corpus.view.fget

@@ -28,23 +28,16 @@ async def draft_in(namespaces, name, context, model=UNKNOWN_MODEL):
 
 @run
 async def test_a_namespace_drafts_from_its_libraries_and_no_other_from_it():
-    async with opened(**READS) as namespaces:
+    async with opened(reads={**READS["reads"], "reader": ("base",)}) as namespaces:
         await learned(namespaces, "library", TEXT)
         await learned(namespaces, "other", counted(500))
         assert await draft_in(namespaces, "tenant", TEXT[:8]) == TEXT[8:11]
         assert await draft_in(namespaces, "tenant", counted(500)[:8]) == []
         assert await draft_in(namespaces, "other", TEXT[:8]) == []
+        assert await draft_in(namespaces, "reader", TEXT[:8]) == [], "libraries of a library are not read"
         await learned(namespaces, "tenant", counted(900))
         for name in ("library", "base", "other"):
             assert await draft_in(namespaces, name, counted(900)[:8]) == []
-
-
-@run
-async def test_the_libraries_of_a_library_are_not_read():
-    async with opened(reads={"tenant": ("base",), "base": ("library",)}) as namespaces:
-        await learned(namespaces, "library", TEXT)
-        assert await draft_in(namespaces, "base", TEXT[:8]) == TEXT[8:11]
-        assert await draft_in(namespaces, "tenant", TEXT[:8]) == []
 
 
 @run

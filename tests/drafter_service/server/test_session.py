@@ -14,6 +14,7 @@ from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_FIELDS, batch_message, pack
 from ssd.config import DrafterConfig
+from ssd.corpus.rollout import Rollout
 from ssd.drafter import SuffixDrafter
 from ssd.stats import Stats
 from ssd.types import offsets_of
@@ -118,14 +119,22 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         learn=st.booleans(),
         ends=st.booleans(),
         may_learn=st.booleans(),
+        rollout=st.booleans(),
     )
-    def start(self, ids, prompt, learn, ends, may_learn):
+    def start(self, ids, prompt, learn, ends, may_learn, rollout):
         new = sorted(ids - self.running)
         finishes = [finish(each, [1, 2]) for each in new] if ends else []
-        starts = [start(each, prompt, learn, shadow=self.shadow, session_id="s" if learn else "") for each in new]
+        given = {"shadow": self.shadow, "rollout": pb.Rollout(group="g", version=len(prompt)) if rollout else None}
+        starts = [start(each, prompt, learn, session_id="s" if learn else "", **given) for each in new]
         self.send(starts=starts, finishes=finishes, may_learn=may_learn)
         for each in new:
-            self.drafter.start(each, array(prompt), learn=learn and may_learn, session_id="s" if learn else None)
+            self.drafter.start(
+                each,
+                array(prompt),
+                learn=learn and may_learn,
+                session_id="s" if learn else None,
+                rollout=Rollout("g", len(prompt)) if rollout else None,
+            )
         self.running |= {*new}
         if ends:
             self.end(new, [1, 2], 0, 1, learn=may_learn)
@@ -225,6 +234,10 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         for stats, expected in ((self.namespace.stats, self.stats), (self.namespace.shadow, self.withheld_stats)):
             for count, twin in zip(stats.counters, expected.counters, strict=True):
                 assert count.tolist() == twin.tolist()
+            versions = [
+                {version: totals.requests for version, totals in each.by_version.items()} for each in (stats, expected)
+            ]
+            assert versions[0] == versions[1]
         self.opened.__exit__(None, None, None)
         self.corpus.close()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
@@ -16,7 +14,6 @@ from ssd.types import StepTime
 from tests.drafter_service.raw import batch, drafted, start
 from tests.drafter_service.server.opened_namespaces import answered, still_namespace
 from tests.replay import progress_of
-from tests.strategies import examples
 
 LOOP = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
 CONFIG = DrafterConfig(capacity=10_000, refresh_interval_s=3600, max_draft=32)
@@ -61,31 +58,6 @@ def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
         response = answered(session, batch=ran(step, committed=[50], limit=1))
         pauses.append(response.drafts.pause_steps)
     assert any(pauses)
-
-
-@examples(50)
-@given(
-    st.lists(
-        st.builds(
-            StepTime,
-            st.integers(0, 2**32 - 1),
-            st.integers(0, 2**32 - 1),
-            st.floats(),
-            st.floats(),
-        ),
-        min_size=1,
-        max_size=20,
-    )
-)
-def test_no_duration_is_an_error(steps):
-    with still_namespace(CONFIG) as namespace:
-        session = Session(namespace, Limits())
-        answered(session, starts=[start(1, LOOP)])
-        for step in steps:
-            answered(session, batch=ran(step, step))
-        possible = namespace.budget_totals.sizes[:, 0].sum()
-        assert possible + namespace.budget_totals.ignored == 2 * len(steps)
-        assert drafted(answered(session, batch=batch({1: ()}, 8))) is not None
 
 
 def test_a_configured_cost_is_not_corrected():
