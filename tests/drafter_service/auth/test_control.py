@@ -1,7 +1,5 @@
 """Bearer tokens between real servers and clients."""
 
-import asyncio
-
 import grpc
 import pytest
 
@@ -40,22 +38,18 @@ def holding(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["loopback", "unix", "tls"])
-def test_a_token_identifies_the_caller(kind, callers, holding, socket_address, tmp_path):
-    async def check():
+@run
+async def test_a_token_identifies_the_caller(kind, callers, holding, socket_address, tmp_path):
+    config, further = AccessConfig(callers=callers), {}
+    if kind == "tls":
         ca = Authority(tmp_path)
         pair = ca.server()
-        config = AccessConfig(callers=callers)
-        further = {}
-        if kind == "tls":
-            config = AccessConfig(pair.certificate, pair.key, callers=callers)
-            further = {"ca": ca.certificate}
-        async with guarded(config, socket_address if kind == "unix" else "127.0.0.1:0") as service:
-            assert await service.call("a-1", access=holding("secret-a", **further)) == "a"
-            assert await service.call("b-1", "Learn", access=holding("secret-b", **further)) == "b"
-            code, _ = await service.refusal("a-1", access=holding("guessed", **further))
-            assert code == UNAUTHENTICATED
-
-    asyncio.run(check())
+        config, further = AccessConfig(pair.certificate, pair.key, callers=callers), {"ca": ca.certificate}
+    async with guarded(config, socket_address if kind == "unix" else "127.0.0.1:0") as service:
+        assert await service.call("a-1", access=holding("secret-a", **further)) == "a"
+        assert await service.call("b-1", "Learn", access=holding("secret-b", **further)) == "b"
+        code, _ = await service.refusal("a-1", access=holding("guessed", **further))
+        assert code == UNAUTHENTICATED
 
 
 @run

@@ -17,20 +17,9 @@ from drafter_service.server.disk import DiskThreads, LoadError
 from ssd.corpus import sections, snapshot
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import counted
-from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened, raising
+from tests.drafter_service.server.opened_namespaces import contents, draft_of, learned, opened, raising, saved
 
 PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EROFS]
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-async def saved(folder):
-    """Save a namespace; return the contents of its files."""
-    async with opened(folder) as namespaces:
-        await namespaces.save(await learned(namespaces, "a", [1, 2, 3, 4]))
-    return contents(folder)
 
 
 EIO = OSError(errno.EIO, "Input/output error")
@@ -107,9 +96,7 @@ async def test_a_snapshot_of_another_version_or_depth_is_left_alone(tmp_path, ha
 
 @run
 async def test_a_snapshot_with_more_tokens_than_the_capacity_is_trimmed_only_by_request(tmp_path):
-    async with opened(tmp_path) as namespaces:
-        await namespaces.save(await learned(namespaces, "a", counted(0, 4500)))
-    before = contents(tmp_path)
+    before = await saved(tmp_path, counted(0, 4500))
     for capacity, trim in ((4500, True), (4501, False)):
         async with opened(tmp_path, trim=trim, capacities={"a": capacity}) as namespaces:
             assert draft_of(await learned(namespaces, "a"), counted(4480, 8), 1) == [4488]

@@ -19,6 +19,7 @@ from tests.drafter_service.server.opened_namespaces import (
     learned,
     opened,
     raising,
+    saved,
 )
 
 LLAMA = ModelIdentity("llama", "tokenizer-a", "", 100)
@@ -41,29 +42,20 @@ async def test_namespaces_are_made_on_first_use_and_are_isolated():
         assert [each.stats.committed for each in (first, second, third)] == [2, 0, 0]
         # Running sequences are isolated, too.
         assert draft_of(second, [3, 4], 1) == []
-        async with namespaces.use("a", UNKNOWN_MODEL) as again:
-            assert again is first
-
-
-@run
-async def test_concurrent_callers_get_the_same_namespace():
-    async with opened() as namespaces:
-
-        async def used():
-            async with namespaces.use("a", UNKNOWN_MODEL) as namespace:
-                return namespace
-
-        first, *others = await asyncio.gather(*(used() for _ in range(10)))
-        assert all(other is first for other in others)
+        # Concurrent callers get the same one.
+        assert await namespaces.names() == ["a", "b", "c"]
+        again = await asyncio.gather(*(learned(namespaces, name) for name in "add" * 5))
+        assert {*again} == {first, namespaces.loaded["d"]}
 
 
 @run
 async def test_without_permission_to_create_namespaces_only_existing_ones_are_used(tmp_path):
-    async with opened(tmp_path) as namespaces:
-        await namespaces.save(await learned(namespaces, "on-disk", [1, 2, 3, 4]))
+    await saved(tmp_path, name="on-disk")
     async with opened(tmp_path, create=False, capacities={"configured": 6000}) as namespaces:
-        with pytest.raises(NamespaceError, match="there is no namespace 'new', and clients may not create any"):
-            await learned(namespaces, "new")
+        for number in range(100):
+            with pytest.raises(NamespaceError, match=r"there is no namespace 'new-.*', and clients may not create any"):
+                await learned(namespaces, f"new-{number}")
+        assert (len(namespaces._loading), namespaces._reserved) == (0, {}), "refused names use no memory"
         assert draft_of(await learned(namespaces, "on-disk"), [1, 2, 3], 1) == [4]
         assert (await learned(namespaces, "configured")).corpus.capacity == 6000
 
@@ -103,13 +95,3 @@ async def test_files_that_cannot_be_deleted_are_reported(tmp_path):
         with pytest.raises(SnapshotError, match=r"files of namespace 'a' cannot be deleted: .*Permission denied"):
             await namespaces.drop("a")
         assert namespaces.loaded == {}
-
-
-@run
-async def test_refused_names_use_no_memory():
-    async with opened(create=False) as namespaces:
-        for number in range(100):
-            with pytest.raises(NamespaceError):
-                await learned(namespaces, f"name-{number}")
-        assert len(namespaces._loading) == 0
-        assert namespaces._reserved == {}

@@ -18,6 +18,7 @@ from tests.drafter_service.server.opened_namespaces import (
     learned,
     opened,
     raising,
+    saved,
 )
 from tests.strategies import array
 
@@ -110,8 +111,7 @@ async def test_a_damaged_snapshot_is_renamed_and_the_service_continues(tmp_path)
 
 @run
 async def test_a_corpus_without_its_description_is_restored_and_can_be_dropped(tmp_path):
-    async with opened(tmp_path) as namespaces:
-        await namespaces.save(await learned(namespaces, "a", [1, 2, 3, 4]))
+    await saved(tmp_path)
     (tmp_path / "a" / "namespace.json").unlink()
     async with opened(tmp_path, create=False) as namespaces:
         assert await namespaces.names() == ["a"]
