@@ -1,5 +1,6 @@
 """The client over real sockets, against a service whose failures tests control."""
 
+import os
 import time
 
 import pytest
@@ -21,6 +22,7 @@ def test_a_stream_begins_with_the_handshake(fake, connect):
     assert (hello.model.name, hello.model.tokenizer) == ("org/model", "abc")
     assert (hello.model.adapter, hello.model.vocab_size) == ("lora", 1000)
     assert hello.client.startswith("vllm/0.32.0 ssd-drafter/")
+    assert hello.engine.endswith(f":{os.getpid()}")
 
 
 def test_the_service_says_what_it_allows(fake, connect):

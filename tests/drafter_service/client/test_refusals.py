@@ -37,9 +37,11 @@ def test_a_refusal_is_final_and_reported_once(fake, connect, code, socket_addres
     assert draft_of(client, []) == []
 
 
-@pytest.mark.parametrize(("argument", "value"), [("deadline_s", -1.0), ("draft_shape", "list")])
+@pytest.mark.parametrize(
+    ("argument", "value"), [("deadline_s", -1.0), ("poll_s", float("nan")), ("draft_shape", "list"), ("engine", "a b")]
+)
 def test_arguments_outside_their_range_are_refused(socket_address, argument, value):
-    with pytest.raises(ValueError, match=f"^{argument} must be .*, not "):
+    with pytest.raises(ValueError, match=f"^{argument} (must be .*, not |.* is not a name of an engine)"):
         DrafterClient(socket_address, **{argument: value})
 
 

@@ -4,15 +4,13 @@ import grpc
 import pytest
 
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.observability.report.build import namespace_report
 from drafter_service.server.namespace import IdentityError
 from drafter_service.server.namespaces import MemoryLimitError
-from drafter_service.server.session import Session
-from drafter_service.settings.tree import AccessConfig, Limits, NamespacesConfig
+from drafter_service.settings.tree import AccessConfig, NamespacesConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import PROTOCOL
 from tests.drafter_service.guarded import caller_entry, run
-from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, finish, start
+from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, start
 from tests.drafter_service.server.opened_namespaces import DRAFTING, UNKNOWN_MODEL, draft_of, learned, opened
 from tests.servers import serving
 
@@ -46,6 +44,7 @@ async def test_a_library_stays_loaded_while_a_stream_may_draft_from_it(tmp_path)
         await learned(namespaces, "library", TEXT)
         async with namespaces.use_for_drafts("tenant", UNKNOWN_MODEL):
             assert sorted(namespaces.loaded) == ["base", "library", "tenant"]
+            assert namespaces.loaded["tenant"].facts().libraries == ("library", "base")
             with pytest.raises(MemoryLimitError):
                 await learned(namespaces, "other")
         tenant = await learned(namespaces, "tenant")
@@ -83,22 +82,6 @@ async def test_a_library_of_another_tokenizer_is_refused():
                 assert draft_of(tenant, TEXT[:8]) == []
         with pytest.raises(IdentityError, match="namespace 'library' belongs to another tokenizer"):
             await draft_in(namespaces, "tenant", TEXT[:8], ours)
-
-
-@run
-async def test_the_report_names_libraries_and_counts_their_tokens():
-    async with opened(**READS) as namespaces:
-        await learned(namespaces, "library", TEXT)
-        async with namespaces.use_for_drafts("tenant", UNKNOWN_MODEL) as tenant:
-            session = Session(tenant, Limits())
-            first = pb.DraftRequest(starts=[start(1, TEXT[:8], learn=False)], batch=batch({1: ()}, 3))
-            draft = drafted(session.answer(first, may_learn=True))
-            session.answer(pb.DraftRequest(finishes=[finish(1, draft, verified=len(draft))]), may_learn=True)
-            report = namespace_report(tenant.facts(), 0.0)
-            session.close()
-    assert report.libraries == ["library", "base"]
-    [tally] = [tally for tally in report.by_source if tally.source == "library"]
-    assert tally.accepted == len(draft) > 0
 
 
 @pytest.mark.parametrize("reads", [{"a": ("a",)}, {"a": ("b",), "b": ("c",), "c": ("a",)}])

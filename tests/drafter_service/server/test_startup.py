@@ -43,6 +43,7 @@ async def starting(monkeypatch, address):
 
 @run
 async def test_health_and_calls_say_that_kernels_are_compiled(monkeypatch, socket_address):
+    monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", 0.3)
     task, is_compiled, lines = await starting(monkeypatch, socket_address)
     state = f"the drafter at {socket_address} is not ready: compiling kernels, 40 %"
     assert await asyncio.to_thread(health, socket_address) == (2, f"error: {state}")

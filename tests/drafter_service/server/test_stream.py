@@ -1,6 +1,7 @@
 """Draft streams of the real server: handshakes, drafts, and refusals with their status."""
 
 import asyncio
+import json
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -91,13 +92,18 @@ def caller(calling):
 
 def test_a_handshake_is_answered(caller, name):
     stream = caller.stream()
-    response = stream.exchange(step=3, hello=hello(name), starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
+    engine = {"client": "vllm/0.32.0 ssd-drafter/0.1.0", "engine": "node-1:1"}
+    greeting = pb.Hello(protocol=3, namespace=name, **engine)
+    response = stream.exchange(step=3, hello=greeting, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
     assert (response.step, response.welcome.protocol, response.welcome.namespace) == (3, 3, name)
     assert response.welcome.may_learn
     assert response.welcome.max_draft == 32
     assert (response.welcome.max_sequences, response.welcome.max_tokens) == (500, 1_000_000)
     assert drafted(response) == [6, 5]
     assert not stream.exchange(step=4).HasField("welcome")
+    [namespace] = json.loads(caller.call("Report", namespace=name).json)["namespaces"]
+    [row] = namespace["by_client"]
+    assert {**row, **engine, "streams": 1, "engine_steps": 1, "offered": 2, "late_steps": 0} == row
 
 
 @pytest.mark.parametrize("shape", [None, "path", "tree"])
@@ -127,6 +133,10 @@ def test_an_empty_namespace_names_another_one_with_text_of_the_same_tokenizer(ca
         (hello("../etc"), "INVALID_ARGUMENT", "a namespace cannot be called '../etc'"),
         (hello("x" * 1_000_000), "INVALID_ARGUMENT", "a namespace cannot be called"),
         (hello("n", name="m" * 600), "INVALID_ARGUMENT", "model.name has 600 characters"),
+        *(
+            (pb.Hello(protocol=3, engine=engine), "INVALID_ARGUMENT", "is not a name of an engine")
+            for engine in ("a b", 'a"b', "a\n", "é", "x" * 129)
+        ),
     ],
 )
 def test_an_invalid_handshake_is_refused_with_a_reason(caller, handshake, code, message):

@@ -43,18 +43,23 @@ async def test_the_longest_idle_namespace_is_unloaded_and_restored(tmp_path):
 
 
 @run
-async def test_namespaces_in_use_are_not_unloaded(tmp_path):
+async def test_namespaces_in_use_are_not_unloaded_and_others_once_they_are_idle(tmp_path):
     async with opened(tmp_path, fit=2) as namespaces, AsyncExitStack() as stack:
         # A call uses one namespace, and a stream uses the other.
         first = await stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL))
         session = Session(await learned(namespaces, "b"), Limits())
         with pytest.raises(MemoryLimitError, match="'c' needs up to 25,075,000 bytes; 50,150,000 of the limit"):
             await learned(namespaces, "c")
+        await namespaces.unload_idle(0)
         assert sorted(namespaces.loaded) == ["a", "b"]
         assert first is namespaces.loaded["a"]
         session.close()
-        await learned(namespaces, "c")
+        idle = await learned(namespaces, "c")
+        await namespaces.unload_idle(3600)
         assert sorted(namespaces.loaded) == ["a", "c"]
+        await namespaces.unload_idle(0)
+        assert [*namespaces.loaded] == ["a"]
+        assert idle.is_closed
 
 
 def test_memory_limit_below_one_namespace_is_refused():
@@ -130,20 +135,6 @@ async def test_a_namespace_that_is_being_written_keeps_its_reservation(tmp_path,
         assert begun._value == 2
         assert (await learned(namespaces, "b")).name == "b"
         assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
-
-
-@run
-async def test_idle_namespaces_are_unloaded(tmp_path):
-    async with opened(tmp_path) as namespaces, AsyncExitStack() as stack:
-        idle = await learned(namespaces, "idle", [1, 2, 3, 4])
-        await stack.enter_async_context(namespaces.use("held", UNKNOWN_MODEL))
-        session = Session(await learned(namespaces, "drafting"), Limits())
-        await namespaces.unload_idle(3600)
-        assert len(namespaces.loaded) == 3
-        await namespaces.unload_idle(0)
-        assert sorted(namespaces.loaded) == ["drafting", "held"]
-        assert idle.is_closed
-        session.close()
 
 
 @pytest.mark.parametrize("has_log", [False, True], ids=["alone", "with a shared log"])
