@@ -3,7 +3,9 @@
 import errno
 import threading
 import time
+from itertools import chain, repeat
 from random import Random
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from structlog.testing import capture_logs
@@ -143,19 +145,6 @@ def test_after_violations_of_the_protocol_only_drafts_are_missing(fake, connect)
     assert fake.service.texts() == [[5]]
 
 
-class Failing:
-    """Replaces a function: raises an exception `times` times, then calls it."""
-
-    def __init__(self, function, problem, times=2):
-        self.function, self.problem, self.times = function, problem, times
-
-    def __call__(self, *args, **kwargs):
-        if self.times:
-            self.times -= 1
-            raise self.problem
-        return self.function(*args, **kwargs)
-
-
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
@@ -168,12 +157,12 @@ def test_the_client_recovers_from_a_failure_to_connect(fake, connect, problem, r
     client = connect()
     client.start(1, array([5]))
     assert draft_of(client, []) == [6]
-    failing = Failing(getattr(client, place), problem)
+    failing = Mock(wraps=getattr(client, place), side_effect=chain([problem] * 2, repeat(DEFAULT)))
     setattr(client, place, failing)
     seen = set()
     with capture_logs() as logs:
         fake.cut()
-        eventually(lambda: seen.add(client.lost) or not failing.times)
+        eventually(lambda: seen.add(client.lost) or failing.call_count > 1)
         eventually(lambda: client.lost is None and draft_of(client, []) == [6])
     assert reason in seen
     assert [log["problem"] for log in logs] == [type(problem).__name__] * 2

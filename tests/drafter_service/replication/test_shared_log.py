@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,16 +26,6 @@ LONG = "a text longer than the queue"
 PREFIXES = (f"test-{number}" for number in itertools.count())
 
 
-@dataclass(frozen=True)
-class Log:
-    """A shared log, and a direct client of its Redis."""
-
-    url: str
-    client: Redis
-    prefix: str
-    key: str
-
-
 @pytest.fixture(scope="module")
 def server():
     with running_redis() as server:
@@ -44,9 +34,10 @@ def server():
 
 @pytest.fixture
 def log(server):
+    """Yield the URL and the prefix of a shared log, its key, and a direct client of its Redis."""
     prefix = next(PREFIXES)
     with Redis.from_url(server.url) as client:
-        yield Log(server.url, client, prefix, f"ssd:{{{prefix}}}:namespace")
+        yield SimpleNamespace(url=server.url, client=client, prefix=prefix, key=f"ssd:{{{prefix}}}:namespace")
 
 
 def replicas_of(log, number, **options):

@@ -17,7 +17,7 @@ from ssd.config import DrafterConfig
 from ssd.corpus.rollout import Rollout
 from ssd.drafter import SuffixDrafter
 from ssd.stats import Stats
-from ssd.types import offsets_of
+from ssd.types import StepTime, offsets_of
 from tests.drafter_service.raw import batch, drafted, drafts_in, finish, lost, start
 from tests.drafter_service.server.opened_namespaces import StillCorpus, still_namespace
 from tests.replay import progress_of
@@ -363,3 +363,52 @@ def test_token_ids_outside_the_vocabulary_are_refused_without_effect(namespace):
     }.items():
         assert refused(send(session, **fields), f"{place} holds the id 10; the vocabulary has 10 tokens")
     assert drafted(known) == drafted(send(session, batch=batch({1: ()}, limit=1))) == [6]
+
+
+# What a session learns from the durations of steps.
+
+LOOP = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
+
+
+def ran(*steps, committed=(), verified=0, limit=32):
+    """Return a batch of sequence 1 that reports steps."""
+    return batch_message(replace(progress_of({1: committed}, limit, verified), step_times=steps))
+
+
+def teach(session, seconds_per_token):
+    for index in range(300):
+        tokens = 1 + index % 40
+        send(session, batch=ran(StepTime(tokens, 1, 1 + seconds_per_token * tokens)))
+
+
+def test_each_engine_of_a_namespace_has_a_curve_of_its_own(namespace):
+    sessions = [Session(namespace, Limits()) for _ in range(2)]
+    for session, seconds_per_token in zip(sessions, (0.001, 0.3), strict=True):
+        send(session, starts=[start(1, LOOP)])
+        teach(session, seconds_per_token)
+    fast, slow = [drafted(send(session, batch=batch({1: ()}, 32))) for session in sessions]
+    assert len(fast) > 2 * len(slow) > 0
+    assert namespace.budget_totals.sizes[:, 0].sum() > 500
+    sessions[0].close()
+    sessions[1].close()
+    assert namespace.budget_totals.sizes[:, 0].sum() > 500, "totals of engines that have left are kept"
+
+
+def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
+    session = Session(namespace, Limits())
+    send(session, starts=[start(1, LOOP)])
+    pauses = []
+    for _ in range(30):
+        step = StepTime(2, 1, 0.01, drafting_s=0.02)
+        response = send(session, batch=ran(step, committed=[50], limit=1))
+        pauses.append(response.drafts.pause_steps)
+    assert any(pauses)
+
+
+def test_a_configured_cost_is_not_corrected():
+    with still_namespace(replace(CONFIG, cost=0.02)) as namespace:
+        session = Session(namespace, Limits())
+        send(session, starts=[start(1, LOOP)])
+        before = drafted(send(session, batch=batch({1: ()}, 32)))
+        teach(session, 0.5)
+        assert drafted(send(session, batch=batch({1: ()}, 32))) == before
