@@ -243,15 +243,6 @@ def test_a_copy_is_used_as_soon_as_it_is_loaded(monkeypatch):
     asyncio.run(run())
 
 
-def test_another_match_depth_is_refused(service, name):
-    config = DrafterConfig(match_depth=9)
-    lost = []
-    with ReplicaClient(service.address, namespace=name, config=config, on_copy_lost=lost.append) as client:
-        eventually(lambda: lost)
-        assert "match depth" in lost[0]
-        assert client.copy.corpus is None
-
-
 def test_libraries_are_drafted_from(service, caller):
     caller.observe("library", counted(100), names=["one"])
     caller.observe("own", counted(300), names=["two"])
@@ -385,12 +376,13 @@ def test_a_copy_is_deleted_with_the_right_to_read(tmp_path, socket_address, monk
         connected(socket_address, (("authorization", "Bearer admin"),)) as caller,
     ):
         caller.observe("own", counted(100), names=["text"])
-        access = ClientAccess(token=token)
-        with replica_of(SimpleNamespace(address=socket_address), "own", access=access) as client:
+        given, lost = {"access": ClientAccess(token=token)}, []
+        with replica_of(SimpleNamespace(address=socket_address), "own", on_copy_lost=lost.append, **given) as client:
             eventually(lambda: has(client, 100))
             callers.write_text(entries[1])
             eventually(lambda: not has(client, 100))
             assert client.copy.corpus is None
+            assert "the bearer token is not known" in eventually(lambda: lost)[0]
 
 
 def test_counts_of_drafts_are_in_the_report(service, caller, name, monkeypatch):
@@ -519,6 +511,7 @@ def test_requests_to_follow_are_checked(service, caller):
     for fields, status in (
         ({"protocol": 2}, "FAILED_PRECONDITION"),
         ({"protocol": 3, "namespace": "/"}, "INVALID_ARGUMENT"),
+        ({"protocol": 3, "namespace": "own", "match_depth": 9}, "FAILED_PRECONDITION"),
     ):
         with pytest.raises(grpc.RpcError) as refused:
             next(iter(caller.call("Follow", **fields)))
