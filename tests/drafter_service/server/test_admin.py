@@ -212,17 +212,11 @@ async def test_a_waiting_caller_fails_when_the_namespace_is_dropped():
 @run
 async def test_other_tasks_run_while_many_texts_are_learned():
     with still_namespace(DRAFTING, max_waiting=1 << 30) as namespace:
-        turns = 0
-
-        async def count():
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count())
-        await learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)), pb.ObserveResponse())
-        counting.cancel()
+        many, turns = texts(*[[]] * (20 * TEXTS_PER_TURN)), 0
+        learning = asyncio.create_task(learn(namespace, many, pb.ObserveResponse()))
+        while not learning.done():
+            await asyncio.sleep(0)
+            turns += 1
         assert turns >= 20
 
 

@@ -25,6 +25,8 @@ REFORMATTED = replace(COPY, tokenizer="sha-of-another-file")
 LARGE = replace(BASE, name="Base-8B", configuration="llama:larger")
 OTHER_TOKENIZER = replace(BASE, vocabulary="other", tokenizer="other")
 OF_OLD_CLIENT = replace(BASE, vocabulary="", configuration="")
+COPIES = [replace(BASE, name=f"copy-{number}") for number in range(3)]
+COPIED = [name_by_folder(copy) for copy in COPIES]
 OLD, NEW, ELSEWHERE = name_by_folder(BASE), default_name(BASE), name_by_folder(COPY)
 
 
@@ -79,6 +81,11 @@ def test_the_old_namespace_of_a_model_is_found(known, model, expected):
     assert find_default(model, {name: KnownNamespace(owner, 5) for name, owner in known.items()}) == expected
 
 
+def of_copies(*tokens):
+    """Return the namespaces of three copies of a model's folder, with these numbers of tokens."""
+    return {name: (copy, size) for name, copy, size in zip(COPIED, COPIES, tokens, strict=True)}
+
+
 @pytest.mark.parametrize(
     ("model", "known", "configured", "expected"),
     [
@@ -93,6 +100,12 @@ def test_the_old_namespace_of_a_model_is_found(known, model, expected):
         (BASE, {}, {OLD}, OLD),
         (COPY, {}, {OLD}, NEW),
         (BASE, {OLD: (LARGE, None)}, {OLD}, NEW),
+        # Of several with old names, the largest.
+        (BASE, of_copies(9, 1, 2), (), COPIED[0]),
+        (BASE, of_copies(0, 9, 2), (), COPIED[1]),
+        (BASE, of_copies(0, 1, 9), (), COPIED[2]),
+        (BASE, of_copies(5, 5, 5), (), min(COPIED)),
+        (BASE, of_copies(0, None, 0), (), COPIED[1]),
     ],
 )
 def test_an_empty_namespace_is_the_default_only_if_no_other_has_text_or_settings_name_it(
@@ -100,22 +113,6 @@ def test_an_empty_namespace_is_the_default_only_if_no_other_has_text_or_settings
 ):
     namespaces = {name: KnownNamespace(*each) for name, each in known.items()}
     assert find_default(model, namespaces, configured=configured) == expected
-
-
-def test_the_largest_of_several_old_namespaces_is_the_default():
-    names = {number: name_by_folder(replace(BASE, name=f"copy-{number}")) for number in range(3)}
-
-    def found(*tokens):
-        known = {
-            names[number]: KnownNamespace(replace(BASE, name=f"copy-{number}"), size)
-            for number, size in enumerate(tokens)
-        }
-        return find_default(BASE, known)
-
-    for largest in range(3):
-        assert found(*(9 if number == largest else number for number in range(3))) == names[largest]
-    assert found(5, 5, 5) == min(names.values())
-    assert found(0, None, 0) == names[1]
 
 
 @run
