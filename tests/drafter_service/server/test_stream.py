@@ -140,9 +140,7 @@ def test_an_empty_namespace_names_another_one_with_text_of_the_same_tokenizer(ca
     ],
 )
 def test_an_invalid_handshake_is_refused_with_a_reason(caller, handshake, code, message):
-    stream = caller.stream()
-    stream.send(hello=handshake)
-    status, details = stream.refusal()
+    status, details = caller.stream().refusal(hello=handshake)
     assert status.name == code
     assert message in details
     assert len(details) < 400
@@ -198,19 +196,14 @@ def test_a_refusal_does_not_reveal_whether_a_namespace_exists(calling, caller, n
         assert alice.stream(f"alice-{name}").welcome.may_learn
         refusals = []
         for asked in (f"{name}-known", f"{name}-empty"):
-            stream = alice.stream()
-            stream.send(hello=hello(asked))
-            status, details = stream.refusal()
+            status, details = alice.stream().refusal(hello=hello(asked))
             assert status is grpc.StatusCode.PERMISSION_DENIED
             refusals.append(details.replace(asked, "..."))
         assert refusals[0] == refusals[1] == "caller 'alice' has no read right to namespace '...'"
     with calling("learner") as learner:
-        stream = learner.stream()
-        stream.send(hello=hello(name))
-        assert stream.refusal()[0] is grpc.StatusCode.PERMISSION_DENIED
+        assert learner.stream().refusal(hello=hello(name))[0] is grpc.StatusCode.PERMISSION_DENIED
     with calling("stranger") as stranger:
-        stream = stranger.stream()
-        assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known")
+        assert stranger.stream().refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known")
 
 
 @pytest.mark.parametrize(("left", "code"), [(None, "UNAUTHENTICATED"), ("learn", "PERMISSION_DENIED")])
