@@ -42,6 +42,15 @@ def test_registered_sequences_have_drafts_while_others_are_registered(monkeypatc
         assert len(wire.client.settle(turn).tokens) == registered
 
 
+def test_a_sequence_longer_than_a_message_has_no_drafts(monkeypatch):
+    monkeypatch.setattr("drafter_service.client.sequences.MAX_TEXT_BYTES", 4 * 10)
+    wire = connected(counting)
+    start(wire.client, 1, [1] * 11)
+    start(wire.client, 2, [1] * 10)
+    drafts = wire.draft(progress_of({1: [], 2: []}, limit=1))
+    assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[], [2]]
+
+
 def test_unanswered_ends_are_sent_again_in_order_if_they_are_to_be_learned():
     wire = connected(counting)
     for number in range(1, 5):
