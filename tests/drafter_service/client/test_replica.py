@@ -191,6 +191,15 @@ def test_running_sequences_go_on_with_a_new_copy_until_the_namespace_is_deleted(
         eventually(lambda: client.copy.corpus is not None and client.copy.corpus.tokens == 0)
 
 
+def test_changes_that_are_not_kept_any_more_need_a_snapshot(monkeypatch):
+    monkeypatch.setattr(feed, "KEPT_CHANGES", 2)
+    changes = feed.Feed()
+    for name in "abcd":
+        changes.add(pb.Change(forgotten=name))
+    assert [changes.since(position) is None for position in range(6)] == [True, True, False, False, False, True]
+    assert [change.forgotten for change in changes.since(3)] == ["d"]
+
+
 def test_clients_that_connect_at_once_share_a_snapshot(monkeypatch):
     written, save, may_write = [], snapshot.save, threading.Event()
 
