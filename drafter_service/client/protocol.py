@@ -52,8 +52,7 @@ class NamespaceState:
     """A namespace in use, and how much it held before."""
 
     namespace: str
-    tokens: int | None = None
-    """None if the service does not say."""
+    tokens: int = 0
     other: str = ""
     """If it is empty: another namespace with text of the same tokenizer, which the caller may read."""
     other_tokens: int = 0
@@ -63,11 +62,10 @@ class NamespaceState:
     def of(cls, message: pb.Welcome | pb.ObserveResponse) -> NamespaceState:
         """Return the state in a response of the service."""
         held = message.held
-        tokens = held.tokens if message.HasField("held") else None
-        return cls(message.namespace, tokens, held.other, held.other_tokens)
+        return cls(message.namespace, held.tokens, held.other, held.other_tokens)
 
     def __str__(self) -> str:
-        return self.namespace if self.tokens is None else f"{self.namespace} ({self.tokens:,} tokens)"
+        return f"{self.namespace} ({self.tokens:,} tokens)"
 
     def advice(self, how: str) -> str:
         """Return a warning about text that is not used, "" if none is needed. how: what to do, with {} for a name."""
@@ -90,9 +88,9 @@ class Welcome:
     max_draft: int
     """Maximum number of tokens in a draft."""
     max_sequences: int
-    """Maximum number of running sequences that have drafts; 0: unknown."""
+    """Maximum number of running sequences that have drafts."""
     max_tokens: int
-    """Maximum sum of their tokens, prompts included; 0: unknown."""
+    """Maximum sum of their tokens, prompts included."""
     namespace_state: NamespaceState
     """The namespace as it was then."""
 

@@ -43,8 +43,6 @@ class WarmFlags:
     """Capacity of the snapshot in tokens.  [default: that of an existing snapshot, or 16M]"""
     namespace: Annotated[str | None, Flag(metavar="NAME")] = None
     """Learn into this namespace of the running service.  [default: that of engines with the model in --tokenizer]"""
-    shadow: bool = False
-    """Let the service score each request first: `ssd-drafter report` shows the gain."""
 
 
 @click.command(cls=FlagCommand)
@@ -57,13 +55,11 @@ def warm(given: SourceFlags, more_sources: tuple[str, ...], options: WarmFlags, 
     from drafter_service.server.store import exclusive_use, folder_of
 
     snapshot, namespace, tokenizer, quiet = options.snapshot, options.namespace, given.tokenizer, given.quiet
-    capacity, shadow = options.capacity, options.shadow
-    files, reading = given.reading(more_sources, whole_prompts=shadow)
+    capacity = options.capacity
+    files, reading = given.reading(more_sources, whole_prompts=False)
     if given.dry_run:
         preview(files, reading, quiet=quiet)
         return
-    if shadow and snapshot is not None:
-        raise UserError("--shadow is for a running service; remove --snapshot")
     if snapshot is not None and namespace is not None:
         raise UserError("give --snapshot FILE or --namespace NAME of a running service, not both")
     if snapshot is None and namespace is None and tokenizer is None:
@@ -76,7 +72,7 @@ def warm(given: SourceFlags, more_sources: tuple[str, ...], options: WarmFlags, 
 
             sink: Sink = OfflineSink(snapshot, capacity)
         else:
-            sink = _into_service(link, namespace, tokenizer, shadow=shadow)
+            sink = _into_service(link, namespace, tokenizer)
         try:
             began = time.perf_counter()
             with shown_progress(files, reading, "sorting and saving", quiet=quiet) as (_, watch):
@@ -87,7 +83,7 @@ def warm(given: SourceFlags, more_sources: tuple[str, ...], options: WarmFlags, 
     _show(learned, time.perf_counter() - began, reading)
 
 
-def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, shadow: bool) -> Sink:
+def _into_service(link: Link, namespace: str | None, tokenizer: Path | None) -> Sink:
     from drafter_service.client.identity import model_identity, tokenizer_identity
     from drafter_service.ingest.sinks import RemoteSink
     from drafter_service.observability.facts import ModelIdentity
@@ -97,7 +93,7 @@ def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, 
         model = model_identity(Path(str(tokenizer)))
     else:
         model = ModelIdentity() if tokenizer is None else tokenizer_identity(tokenizer)
-    sink = RemoteSink(link.connector(), namespace or "", model, link.describe, shadow=shadow)
+    sink = RemoteSink(link.connector(), namespace or "", model, link.describe)
     click.echo(f"learning into the namespace {sink.state}", err=True)
     if advice := sink.state.advice("give --namespace {}"):
         click.echo(f"warning: {advice}", err=True)

@@ -34,27 +34,21 @@ class RemoteSink:
         namespace: str,
         model: ModelIdentity,
         describe: Callable[[grpc.RpcError], str],
-        *,
-        shadow: bool = False,
     ) -> None:
         """Connect. Raises UserError if the service refuses texts for the namespace.
 
-        describe: returns a message for an error. shadow: whether documents contain whole prompts, and are scored before
-        they are learned.
+        describe: returns a message for an error.
         """
         self._namespace = namespace
         self._model = pb.Model(**vars(model))
         self._describe = describe
-        self._shadow = shadow
         self._connector = connector
         self._channel = connector.open()
         self._stub = DrafterServiceStub(self._channel)
         self._total = Totals(0, 0, 0)
         self._answer: grpc.Future | None = self._observe(None)
-        self.state = NamespaceState(namespace or f"of {model.name} by default")
+        self.state = NamespaceState.of(self._wait())
         """The namespace before anything is learned."""
-        if (answer := self._wait()) is not None and answer.namespace:  # Services up to 0.2.0 do not name it.
-            self.state = NamespaceState.of(answer)
 
     def accept(self, documents: Documents) -> None:
         """Send documents, once the service has learned the ones before. Raises UserError if the service fails."""
@@ -64,7 +58,6 @@ class RemoteSink:
                 tokens=pack(documents.tokens, "u4"),
                 offsets=pack(documents.offsets.astype(np.uint32, copy=False), "u4"),
                 request_ids=documents.names,
-                prompt_lengths=pack(documents.prompt_lengths, "u4") if self._shadow else b"",
                 times=pack(documents.times, "f8") if np.isfinite(documents.times).any() else b"",
                 tags=pack(documents.tags, "u4") if documents.tags.any() else b"",
             )
@@ -80,12 +73,12 @@ class RemoteSink:
         request = pb.ObserveRequest(namespace=self._namespace, model=self._model, texts=texts)
         return self._stub.Observe.future(request, metadata=self._connector.metadata())
 
-    def _wait(self) -> pb.ObserveResponse | None:
-        """Return the response to the last call, None if there is none. Raises UserError."""
+    def _wait(self) -> pb.ObserveResponse:
+        """Return the response to the last call, an empty one if it was awaited before. Raises UserError."""
         if self._answer is None:
-            return None
+            return pb.ObserveResponse()
         try:
-            learned = self._answer.result()
+            learned: pb.ObserveResponse = self._answer.result()
         except grpc.RpcError as error:
             self._channel.close()
             reason = self._describe(error)

@@ -143,18 +143,6 @@ class EngineUse:
     """Time of `time.monotonic` at which its last stream ended."""
 
 
-@dataclass
-class ShadowUse:
-    """What withheld drafts would have gained, since the namespace was loaded."""
-
-    stats: Stats
-    """As if an engine had verified the drafts."""
-    observed: int = 0
-    """Requests that finished."""
-    scored: int = 0
-    """Requests among them whose drafts were compared with their outputs."""
-
-
 @dataclass(frozen=True)
 class NamespaceFacts:
     """Facts about one namespace. Latencies and the statistics of engines are references to those of the running
@@ -168,7 +156,8 @@ class NamespaceFacts:
     corpus: CorpusReport
     """Facts of the corpus; fields that depend on rates are not set."""
     clients: ClientTotals
-    shadow: ShadowUse
+    shadow: Stats
+    """What withheld drafts would have gained, since the namespace was loaded, as if an engine had verified them."""
     memory_bytes: int
     streams: int
     """Connected now."""

@@ -37,7 +37,6 @@ from drafter_service.observability.report.schema import (
     HitTally,
     NamespaceReport,
     ServiceReport,
-    ShadowReport,
     SharedLogReport,
 )
 from drafter_service.transport.address import Address
@@ -96,17 +95,15 @@ NAMESPACE_METRICS = (
     _field("ssd_drafter_appended_tokens_total", "corpus.learned_tokens", CorpusReport, "learned_tokens"),
     _field("ssd_drafter_merges_total", "corpus.merges", CorpusReport, "merges"),
     _field("ssd_drafter_client_reconnects_total", "clients.reconnects", ClientTotals, "reconnects"),
-    _field("ssd_drafter_shadow_observed_requests_total", "shadow.observed", ShadowReport, "observed_requests"),
-    _field("ssd_drafter_shadow_scored_requests_total", "shadow.scored", ShadowReport, "scored_requests"),
     Metric(
         "ssd_drafter_shadow_steps_total",
         "Sequence steps that requests in shadow mode would have taken with their drafts.",
-        attrgetter("shadow.stats.steps"),
+        attrgetter("shadow.steps"),
     ),
     Metric(
         "ssd_drafter_shadow_committed_tokens_total",
-        "Tokens that the target produced in the scored requests of shadow mode.",
-        attrgetter("shadow.stats.committed"),
+        "Tokens that the target produced in the requests of shadow mode.",
+        attrgetter("shadow.committed"),
     ),
     Metric(
         "ssd_drafter_draft_latency_seconds",

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 
-import numpy as np
-
 from drafter_service.auth.callers import AuthorizedCall, Right
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.report.build import build_report
@@ -20,13 +18,9 @@ from drafter_service.server.requests import read_model, read_texts
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError
 from ssd.corpus.sections import SnapshotError
-from ssd.types import Progress
 
-NO_TOKENS = np.empty(0, np.uint32)
 TEXTS_PER_TURN = 256
 """Number of texts learned before other tasks of the event loop run."""
-SCORED_PER_TURN = 32
-"""Number of output tokens scored before other tasks of the event loop run: about 0.5 ms."""
 
 
 class Admin:
@@ -160,43 +154,12 @@ async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveRespon
     Raises WireError, with no effect, for an invalid message, and ClosedError.
     """
     texts = read_texts(message, namespace.model.vocab_size)
-    kept = namespace.config.learned_prompt_tokens
-    for index, (text, name, prompt_length, finished_at, tag) in enumerate(texts):
+    for index, (text, name, finished_at, tag) in enumerate(texts):
         if index % TEXTS_PER_TURN == 0:
             await asyncio.sleep(0)
         await namespace.wait_for_room()
-        learned = text
-        if prompt_length is not None and not namespace.has_learned(name):
-            namespace.shadow.observed += 1
-            if prompt_length < len(text) and namespace.shadow_budget.is_left():
-                await _score(namespace, text[:prompt_length], text[prompt_length:])
-            learned = text[max(0, prompt_length - kept) :]
-        if namespace.learn(learned, name, tag, finished_at=finished_at):
-            total.tokens += len(learned)
+        if namespace.learn(text, name, tag, finished_at=finished_at):
+            total.tokens += len(text)
             total.texts += 1
         else:
             total.duplicates += 1
-
-
-async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -> None:
-    """Replay a finished request; its output, uint32 [n], is used as the tokens of the target.
-
-    prompt: uint32 [P]. Raises ClosedError.
-    """
-    budget, drafter, limit = namespace.shadow_budget, namespace.new_shadow_drafter(), namespace.config.max_draft
-    try:
-        with budget.spend():
-            drafter.start(0, prompt, learn=False)
-            if drafter.is_sorting:
-                await asyncio.to_thread(drafter.wait_for_sorting)
-                namespace.check_is_open()
-            drafter.draft(Progress.of_one(0, NO_TOKENS, max_draft=limit))
-        for first in range(0, len(output), SCORED_PER_TURN):
-            with budget.spend():
-                drafter.draft(Progress.of_one(0, output[first : first + SCORED_PER_TURN], max_draft=limit))
-            await asyncio.sleep(0)
-            namespace.check_is_open()
-        drafter.finish(0, NO_TOKENS, learn=False)
-        namespace.shadow.scored += 1
-    finally:
-        namespace.release(drafter)

@@ -7,7 +7,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, TypeVar, cast
@@ -23,7 +22,6 @@ from drafter_service.observability.facts import (
     Latency,
     ModelIdentity,
     NamespaceFacts,
-    ShadowUse,
 )
 from drafter_service.observability.report.schema import ClientTotals, CopyReport, CorpusReport
 from drafter_service.replication.events import Event, Kind
@@ -51,12 +49,6 @@ MAX_NAMES = 1 << 17
 
 POLL_S = 0.005
 """Interval at which `wait_for_room` reads the number of waiting tokens."""
-
-
-SHARE = 0.03
-"""Maximum share of the time that is spent on scoring observed requests; a request of 170 output tokens takes 2.5 ms."""
-BURST_S = 1.0
-"""Time in seconds that may be spent at once after a pause."""
 
 
 D = TypeVar("D", bound=SuffixDrafter)
@@ -127,9 +119,8 @@ class Namespace:
         """Statistics of the snapshot, and of streams without an engine."""
         self.history = History()
         self.clients = ClientTotals()
-        self.shadow = ShadowUse(Stats())
-        self.shadow_budget = TimeBudget()
-        """Time for scoring observed requests."""
+        self.shadow = Stats()
+        """What withheld drafts would have gained."""
         self.draft_latency = Latency()
         self.merge_latency = Latency()
         self.duplicates = 0
@@ -229,7 +220,7 @@ class Namespace:
 
     def new_shadow_drafter(self, draft_shape: DraftShape | None = None, padding: Padding = NO_PADDING) -> ShadowDrafter:
         """Return a drafter whose drafts are withheld, and counted in `shadow`; see `new_drafter`."""
-        return self._new_drafter(ShadowDrafter, draft_shape, padding, self.shadow.stats)
+        return self._new_drafter(ShadowDrafter, draft_shape, padding, self.shadow)
 
     def _new_drafter(self, kind: type[D], draft_shape: DraftShape | None, padding: Padding, stats: Stats) -> D:
         config = self.config if draft_shape is None else replace(self.config, draft_shape=draft_shape)
@@ -503,27 +494,3 @@ class Engines:
         oldest = min(idle, key=lambda engine: self.uses[engine].disconnected_at)
         self._dropped.add(self.uses.pop(oldest).stats)
         return True
-
-
-class TimeBudget:
-    """Limits an activity to `SHARE` of the time. Unspent time is kept, up to `BURST_S`."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._left_s, self._at = BURST_S, clock()
-
-    def is_left(self) -> bool:
-        """Return whether the activity may run now."""
-        now = self._clock()
-        self._left_s = min(BURST_S, self._left_s + SHARE * (now - self._at))
-        self._at = now
-        return self._left_s > 0
-
-    @contextmanager
-    def spend(self) -> Iterator[None]:
-        """Count the time of the block."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._left_s -= self._clock() - began

@@ -229,9 +229,6 @@ class Session:
         """End a sequence; return whether it existed."""
         if finish.sequence_id not in self._drafter.running.ids:
             return False
-        if self._shadow is not None:
-            self.namespace.shadow.observed += 1
-            self.namespace.shadow.scored += 1
         learn = finish.learn and self._may_learn
         self._end(finish.sequence_id, tokens, verified=finish.verified, steps=max(1, finish.steps), learn=learn)
         return True

@@ -50,7 +50,7 @@ class Description(BaseModel):
     name: str
     model: ModelIdentity
     tokens: int | None = None
-    """Number of tokens of the corpus; None if an earlier version wrote the description."""
+    """Number of tokens of the corpus; None in the descriptions of versions up to 0.2.0."""
     clients: ClientTotals = ClientTotals()
     duplicates: int = 0
     log_position: str | None = None

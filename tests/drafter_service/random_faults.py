@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ import grpc
 
 from drafter_service.server.namespaces import max_bytes
 from ssd.corpus.snapshot import load
-from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, start, texts
+from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, start, status_of, texts
 
 CAPACITY = 100_000
 MEMORY_LIMIT = 4 * max_bytes(CAPACITY)
@@ -106,10 +105,8 @@ class Sidecar:
         free = next(number for number in range(most) if number not in files)
         resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (free if to_none_free else most, most))
 
-    def kill(self):
-        """Kill the process, and start it again."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+    def restart(self):
+        """Start the process again, after it was killed."""
         self._stack.close()
         self._start()
 
@@ -229,10 +226,28 @@ class Load:
         if self._rng.random() < 0.1:
             self.call("ListNamespaces")
 
-    def restarted(self):
-        """Record that the process has lost what was not saved."""
-        self.learned = {name: dict(saved) for name, saved in self.saved.items()}
+    def kill(self, rng):
+        """Kill the process while it drafts, learns and saves, and start it again, without what was not saved."""
+        caller, name = self.sidecar.caller, rng.choice(NAMESPACES)
+        self._first += 2 * TEXT_TOKENS
+        self.draft()
+        for _ in range(50):
+            self._stream.send(batch=batch({self._first: counted(1, 4)}, 16))
+        calls = [
+            caller.begin("Observe", namespace=name, texts=texts(counted(1 << 30, CAPACITY // 5))),
+            caller.begin("Snapshot", namespace=name),
+        ]
+        time.sleep(rng.random() * 0.01)
+        self.sidecar.process.kill()
+        self.sidecar.process.wait()
+        assert status_of(lambda: [*self._stream.call])[0] is grpc.StatusCode.UNAVAILABLE
+        self.sidecar.restart()
+        assert all(call.done() for call in calls)
         self._stream = None
+        self.learned = {name: dict(saved) for name, saved in self.saved.items()}
+        for name, saved in self.saved.items():
+            for first in [*saved.values()][-1:]:
+                assert self.sidecar.caller.probe(name, counted(first, 8), limit=1) == [first + 8]
 
 
 def kept_texts(sidecar, name, expected):
@@ -269,11 +284,7 @@ def inject(load_, kind, share, rng):
         load_.step()
         sidecar.used()
     if kind == "kill":
-        saving = sidecar.caller.begin("Snapshot", namespace=rng.choice(NAMESPACES))
-        time.sleep(rng.random() * 0.01)
-        sidecar.kill()
-        saving.cancel()
-        load_.restarted()
+        load_.kill(rng)
     if kind == "descriptors":
         sidecar.limit_files(to_none_free=False)
     sidecar.fail()

@@ -99,8 +99,10 @@ class Stream(RawStream):
         """Return the draft of one sequence."""
         return drafted(self.exchange(batch=batch({sequence_id: committed}, limit), **fields))
 
-    def refusal(self):
-        """Return the status and details with which the stream ends."""
+    def refusal(self, **fields):
+        """Return the status and details with which the stream ends, after a DraftRequest with these fields, if any."""
+        if fields:
+            self.send(**fields)
         return status_of(self.read)
 
     def has_ended(self):

@@ -16,7 +16,6 @@ from drafter_service.observability.facts import (
     NamespaceFacts,
     Sample,
     ServiceFacts,
-    ShadowUse,
 )
 from drafter_service.observability.report.schema import (
     SCHEMA_VERSION,
@@ -131,11 +130,8 @@ def _by_version(facts: NamespaceFacts) -> list[VersionReport] | None:
     ] or None
 
 
-def _shadow(use: ShadowUse) -> ShadowReport | None:
-    if not use.observed and not use.stats.steps:
-        return None
-    drafting = _tables(use.stats.counters).drafting
-    return ShadowReport(observed_requests=use.observed, scored_requests=use.scored, drafting=drafting)
+def _shadow(stats: Stats) -> ShadowReport | None:
+    return ShadowReport(drafting=_tables(stats.counters).drafting) if stats.steps else None
 
 
 def _budget(totals: BudgetTotals) -> BudgetReport:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-SCHEMA_VERSION: Literal[4] = 4
+SCHEMA_VERSION: Literal[5] = 5
 
 Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[FiniteFloat, Field(ge=0)]
@@ -254,11 +254,6 @@ class CopyReport(_Part):
 class ShadowReport(_Part):
     """Shadow mode: drafts that were withheld, and compared with the tokens that the target produced without them."""
 
-    observed_requests: Count = Field(description="Finished requests whose drafts were withheld.")
-    scored_requests: Count = Field(
-        description="Requests among them whose drafts were compared: all of an engine in shadow mode, "
-        "and a sample of the texts that came with their prompts."
-    )
     drafting: Drafting = Field(description="As if the target had verified these drafts, apart from all other counts.")
 
 
@@ -376,7 +371,7 @@ class ServiceReport(_Part):
 class Report(_Part):
     """What drafting has saved so far."""
 
-    schema_version: Literal[4] = Field(description="Version of this schema.")
+    schema_version: Literal[5] = Field(description="Version of this schema.")
     taken_at: Moment = Field(description="Seconds since 1970.")
     service: ServiceReport = Field(description="The service that made the report.")
     total: Drafting = Field(description="Totals over all namespaces of this report.")

@@ -48,12 +48,8 @@ def in_shadow(shadow: ShadowReport | None) -> str:
     """Return a sentence about the drafts that were withheld; empty if there were none."""
     if shadow is None:
         return ""
-    scored, observed = units.counted(shadow.scored_requests, "request"), units.count(shadow.observed_requests)
-    counts = f"shadow: {scored} scored of {observed} observed"
-    if not shadow.drafting.steps:
-        return f"{counts}."
     accepted, tokens_per_step = units.share(shadow.drafting.acceptance), units.ratio(shadow.drafting.tokens_per_step)
-    return f"{counts}; drafts would have given {tokens_per_step} tokens per step (acceptance {accepted})."
+    return f"shadow: drafts would have given {tokens_per_step} tokens per step (acceptance {accepted})."
 
 
 def remarks(namespace: NamespaceReport) -> list[str]:

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from drafter_service.auth.callers import (
     EVERYBODY,
     Caller,
+    Callers,
     PermissionDeniedError,
     Right,
     parse_callers,
@@ -24,24 +25,10 @@ HASH = sha256_of("secret")
 ENTRY = f'[[caller]]\nname = "a"\ntoken_sha256 = "{HASH}"\nnamespaces = ["a-*", "shared"]\nrights = ["read", "learn"]\n'
 
 
-@pytest.mark.parametrize(
-    ("namespace", "may"),
-    [
-        ("a-1", True),
-        ("a-", True),
-        ("a-1\nb", True),
-        ("shared", True),
-        ("a", False),
-        ("A-1", False),
-        ("b-a-1", False),
-        ("b\na-1", False),
-        ("shared2", False),
-        ("", False),
-    ],
-)
-def test_patterns_match_the_whole_name(namespace, may):
+def test_patterns_match_the_whole_name():
     caller = Caller("a", ("a-*", "shared"), Right.READ)
-    assert caller.may(Right.READ, namespace) is may
+    names = ["a-1", "a-", "a-1\nb", "shared", "a", "A-1", "b-a-1", "b\na-1", "shared2", ""]
+    assert [name for name in names if caller.may(Right.READ, name)] == names[:4]
 
 
 def test_all_requested_rights_are_required():
@@ -50,6 +37,9 @@ def test_all_requested_rights_are_required():
     assert not caller.may(Right.READ | Right.ADMIN, "x")
     with pytest.raises(PermissionDeniedError, match="no read/admin right"):
         caller.require(Right.READ | Right.ADMIN, "x")
+    with pytest.raises(PermissionDeniedError) as refused:
+        caller.require(Right.ADMIN, "b" * 1_000_000)
+    assert len(str(refused.value)) < 200
     assert all(EVERYBODY.may(right, "x") for right in Right)
 
 
@@ -102,11 +92,9 @@ def test_world_writable_callers_file_is_refused(tmp_path):
         read_callers(tmp_path / "missing", certificates=False)
 
 
-def test_two_tokens_of_a_caller_are_valid_at_the_same_time(tmp_path):
-    path = tmp_path / "callers.toml"
-    path.write_text(ENTRY + ENTRY.replace(HASH, sha256_of("new")))
-    callers = read_callers(path, certificates=False)
-    assert callers.identify(HASH, ()).name == callers.identify(sha256_of("new"), ()).name == "a"
+def test_two_tokens_of_a_caller_are_valid_at_the_same_time():
+    entries = parse_callers(ENTRY + ENTRY.replace(HASH, sha256_of("new")), certificates=False)
+    assert {Callers(entries).identify(each, ()).name for each in (HASH, sha256_of("new"))} == {"a"}
 
 
 @given(st.text(max_size=200))

@@ -1,3 +1,5 @@
+"""What the files of a model say of its identity."""
+
 import hashlib
 import json
 from dataclasses import replace
@@ -120,20 +122,19 @@ def test_quantizations_of_a_gguf_model_share_a_namespace():
     assert gguf_identity("m", "", 10, values).configuration == ""
 
 
-@pytest.mark.parametrize("missing", ["tokenizer.json", "config.json"])
-def test_folders_without_a_file_are_refused(folder, missing):
-    (folder / missing).unlink()
-    with pytest.raises(UserError, match=missing):
-        model_identity(folder)
-
-
-@pytest.mark.parametrize("config", ["{}", "[]", "nonsense", '{"vocab_size": "many"}'])
-def test_a_config_without_a_vocabulary_is_refused(folder, config):
-    (folder / "config.json").write_text(config)
-    with pytest.raises(UserError, match="vocab_size"):
-        model_identity(folder)
-
-
-def test_an_adapter_without_weights_is_refused(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "content", "word"),
+    [
+        ("tokenizer.json", None, "tokenizer.json"),
+        ("config.json", None, "config.json"),
+        *(("config.json", content, "vocab_size") for content in ("{}", "[]", "nonsense", '{"vocab_size": "many"}')),
+    ],
+)
+def test_what_a_folder_lacks_is_named(folder, tmp_path, file, content, word):
     with pytest.raises(UserError, match=r"adapter_model\.safetensors"):
         model_identity(folder, adapter=tmp_path)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    with pytest.raises(UserError, match=word):
+        model_identity(folder)

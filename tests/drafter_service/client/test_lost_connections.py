@@ -3,12 +3,22 @@
 import errno
 import threading
 import time
+from itertools import chain, repeat
+from random import Random
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from structlog.testing import capture_logs
 
-from drafter_service.client.connection import GOOD_RESPONSES
+from drafter_service.client.connection import (
+    FIRST_BACKOFF_S,
+    GOOD_RESPONSES,
+    LONGEST_BACKOFF_S,
+    ConnectionState,
+    StreamEnd,
+)
 from drafter_service.stubs import drafter_pb2 as pb
+from ssd.errors import UserError
 from tests.drafter_service.client_wire import counting
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, draft_of, fake_server_thread
 from tests.drafter_service.raw import eventually
@@ -102,13 +112,13 @@ def test_the_first_welcome_and_the_end_of_a_loss_are_reported_once(fake, connect
     client.start(1, array([5]))
     for _ in range(2 * GOOD_RESPONSES):
         assert draft_of(client, []) == [6]
-    assert news == [("a", "a")]
+    assert news == [("a", "a (0 tokens)")]
     fake.cut()
     eventually(lambda: client.lost is None and client.counters.reconnects == 1)
-    eventually(lambda: draft_of(client, []) == [6] and news == [("a", "a"), "lost", "resumed"])
+    eventually(lambda: draft_of(client, []) == [6] and news == [("a", "a (0 tokens)"), "lost", "resumed"])
     for _ in range(2 * GOOD_RESPONSES):
         assert draft_of(client, []) == [6]
-    assert news == [("a", "a"), "lost", "resumed"]
+    assert news == [("a", "a (0 tokens)"), "lost", "resumed"]
 
 
 def garbled(response: pb.DraftResponse) -> pb.DraftResponse:
@@ -135,19 +145,6 @@ def test_after_violations_of_the_protocol_only_drafts_are_missing(fake, connect)
     assert fake.service.texts() == [[5]]
 
 
-class Failing:
-    """Replaces a function: raises an exception `times` times, then calls it."""
-
-    def __init__(self, function, problem, times=2):
-        self.function, self.problem, self.times = function, problem, times
-
-    def __call__(self, *args, **kwargs):
-        if self.times:
-            self.times -= 1
-            raise self.problem
-        return self.function(*args, **kwargs)
-
-
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
@@ -160,29 +157,31 @@ def test_the_client_recovers_from_a_failure_to_connect(fake, connect, problem, r
     client = connect()
     client.start(1, array([5]))
     assert draft_of(client, []) == [6]
-    failing = Failing(getattr(client, place), problem)
+    failing = Mock(wraps=getattr(client, place), side_effect=chain([problem] * 2, repeat(DEFAULT)))
     setattr(client, place, failing)
     seen = set()
     with capture_logs() as logs:
         fake.cut()
-        eventually(lambda: seen.add(client.lost) or not failing.times)
+        eventually(lambda: seen.add(client.lost) or failing.call_count > 1)
         eventually(lambda: client.lost is None and draft_of(client, []) == [6])
     assert reason in seen
     assert [log["problem"] for log in logs] == [type(problem).__name__] * 2
 
 
-@pytest.mark.parametrize("name", ["on_lost", "on_resumed"])
-def test_an_exception_in_a_callback_is_logged_and_ignored(fake, connect, name):
+def test_exceptions_in_callbacks_are_logged_and_ignored(fake, connect):
     def fail(*_):
         raise RuntimeError("secret")
 
-    client = connect(**{name: fail})
+    client = connect(on_lost=fail, on_resumed=fail)
     client.start(1, array([5]))
     with capture_logs() as logs:
         fake.cut()
-        eventually(lambda: draft_of(client, []) == [6] and logs)
+        eventually(lambda: draft_of(client, []) == [6] and len(logs) == 2)
         eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
-    assert logs == [{"event": f"{name} raised", "log_level": "error", "problem": "RuntimeError"}]
+    assert logs == [
+        {"event": f"{name} raised", "log_level": "error", "problem": "RuntimeError"}
+        for name in ("on_lost", "on_resumed")
+    ]
 
 
 def test_on_lost_may_close_the_client(fake, connect):
@@ -197,3 +196,28 @@ def test_on_lost_may_close_the_client(fake, connect):
     client._thread.join(TIMEOUT_S)
     assert not client._thread.is_alive()
     assert closed
+
+
+def test_waits_between_attempts_are_random_parts_of_a_doubling_interval():
+    class Longest(Random):
+        def uniform(self, low, high):
+            assert low == 0
+            return high
+
+    def respond(times):
+        for _ in range(times):
+            state.response_received()
+
+    gone = StreamEnd("gone", UserError("gone"))
+    state = ConnectionState("host:1", Longest())
+    waits = [state.ended(gone)[0] for _ in range(100)]
+    assert waits[:4] == [FIRST_BACKOFF_S * factor for factor in (1, 2, 4, 8)]
+    assert max(waits) == waits[-1] == LONGEST_BACKOFF_S
+    for _ in range(2):  # A stream that fails after a few responses does not shorten the waits.
+        respond(GOOD_RESPONSES - 1)
+        assert state.ended(gone) == (LONGEST_BACKOFF_S, None)
+    respond(GOOD_RESPONSES)
+    assert state.ended(gone) == (FIRST_BACKOFF_S, "gone")
+    first, second = ([ConnectionState("host:1", Random(seed)).ended(gone)[0] for seed in (1, 2)] for _ in range(2))
+    assert first == second
+    assert first[0] != first[1]

@@ -65,14 +65,6 @@ def test_a_malformed_draft_is_dropped_and_the_others_are_used(drafts):
     assert sorted(wire.service.texts()) == [[5, 1, 9], [6, 7]]
 
 
-def test_trees_are_passed_on():
-    wire = connected()
-    start(wire.client, 1, [5])
-    wire.settle()
-    got = answered_with(wire, drafts_of(([6, 7, 8], [-1, -1, 0])), [1])
-    assert (got.tokens.tolist(), got.parents.tolist()) == ([6, 7, 8], [-1, -1, 0])
-
-
 @pytest.mark.parametrize(
     ("field", "data"),
     [

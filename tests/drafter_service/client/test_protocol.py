@@ -1,6 +1,6 @@
 """The client's protocol against a simple reference service: everything is sent once, in any order of events."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -15,9 +15,8 @@ from drafter_service.client.sequences import GROWTH
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import read_batch
 from ssd.corpus.rollout import Rollout
-from ssd.types import StepTime
+from ssd.types import DraftBatch, Progress, StepTime, offsets_of
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
-from tests.drafter_service.fake_engine import FakeEngine, Request
 from tests.drafter_service.fake_server import FakeService, unpacked
 from tests.replay import progress_of
 from tests.strategies import array, examples
@@ -26,6 +25,75 @@ MOST_SKIPPED_STEPS = 2 << MAX_BACKOFF_DOUBLINGS
 """After late responses the client requests drafts less often, but at least once in half of these steps."""
 PROMPTS = st.sampled_from([1, 1, 2, 3, 5, 6])
 """Lengths of prompts, short ones more often, so that limits of numbers are reached as well as limits of lengths."""
+
+
+@dataclass
+class Request:
+    """A running request."""
+
+    text: list[int]
+    """Complete prompt and output."""
+    done: int
+    """Number of its tokens that are prompt or committed."""
+    committed: int = 0
+    """Number of tokens committed since the last draft."""
+    verified: int = 0
+
+    @property
+    def unreported(self) -> list[int]:
+        return self.text[self.done - self.committed : self.done]
+
+
+@dataclass
+class FakeEngine:
+    """Runs requests and reports to a client."""
+
+    running: dict[int, Request] = field(default_factory=dict)
+    steps: int = 0
+    drafted: int = 0
+
+    def progress(self, sequence_ids: list[int], limits: list[int], cost: float | None = None) -> Progress:
+        """Return the progress that the engine reports."""
+        chosen = [self.running[sequence_id] for sequence_id in sequence_ids]
+        verified = np.array([request.verified for request in chosen], np.uint32)
+        return Progress(
+            sequence_ids=np.array(sequence_ids, np.uint64),
+            tokens=np.array([token for request in chosen for token in request.unreported], np.uint32),
+            offsets=offsets_of(np.array([request.committed for request in chosen], np.int64)),
+            verified=verified,
+            max_draft=np.array(limits, np.uint32),
+            cost=cost,
+        )
+
+    def limit(self, sequence_id: int, limit: int) -> int:
+        """Return the number of draft tokens that a request can use: the target adds a bonus token."""
+        request = self.running[sequence_id]
+        return max(0, min(limit, len(request.text) - request.done - 1))
+
+    def verify(self, sequence_ids: list[int], drafts: DraftBatch, verified: list[int] | None = None) -> None:
+        """Verify drafts, or the first `verified` tokens of each, and commit the target's tokens."""
+        for index, sequence_id in enumerate(sequence_ids):
+            request = self.running[sequence_id]
+            draft = drafts.tokens_of(index).tolist()
+            if verified is not None:
+                draft = draft[: verified[index]]
+            own = request.text[request.done :]
+            accepted = 0
+            while accepted < len(draft) and draft[accepted] == own[accepted]:
+                accepted += 1
+            request.verified = len(draft)
+            request.committed = len(own[: accepted + 1])
+            request.done += request.committed
+            self.steps += request.committed > 0
+            self.drafted += len(draft)
+
+    def finish(self, client: Protocol, sequence_id: int, learn: bool = True) -> list[int]:
+        """End a request; return its text."""
+        request = self.running.pop(sequence_id)
+        client.finish(
+            sequence_id, np.array(request.unreported, np.uint32), verified=request.verified, steps=1, learn=learn
+        )
+        return request.text[: request.done]
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -384,7 +452,6 @@ def test_token_ids_outside_the_vocabulary_are_not_sent():
 
 
 def test_the_state_of_a_namespace_is_printed_with_advice_about_text_elsewhere():
-    assert str(NamespaceState("a")) == "a"
     assert str(NamespaceState("a", 1234)) == "a (1,234 tokens)"
     assert NamespaceState("a", 1234).advice("give {}") == ""
     held = pb.Held(other="b", other_tokens=5000)
@@ -392,4 +459,3 @@ def test_the_state_of_a_namespace_is_printed_with_advice_about_text_elsewhere():
     expected = "namespace a is empty, but namespace b holds 5,000 tokens of the same tokenizer; to use that one, give b"
     assert advice == expected
     assert NamespaceState("a", 0, "b").advice("give {}") == expected.replace("5,000 tokens", "text")
-    assert NamespaceState.of(pb.ObserveResponse(namespace="a")) == NamespaceState("a")

@@ -1,6 +1,4 @@
-"""Registration of sequences that the service lost, has no room for, or must learn after their end."""
-
-import pytest
+"""Sequences that the service lost, has no room for, or must learn after their end; and services that answer late."""
 
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
 from tests.drafter_service.fake_server import FakeService
@@ -44,23 +42,6 @@ def test_registered_sequences_have_drafts_while_others_are_registered(monkeypatc
         assert len(wire.client.settle(turn).tokens) == registered
 
 
-def test_after_a_restart_the_sequences_that_fit_are_registered():
-    wire = connected(counting)
-    for number in range(15):
-        start(wire.client, number, [number] * 100)
-    wire.settle()
-    assert len(wire.service.texts()) == 15
-    wire.cut()
-    wire.service.max_tokens = 1000
-    before = len(wire.service.requests)
-    wire.connect()
-    wire.settle()
-    for step in range(5):
-        wire.draft(progress_of({number: [step] for number in range(15)}, limit=1))
-    assert sum(len(request.starts) for request in wire.service.requests[before:]) == 9
-    assert wire.service.evicted == 0
-
-
 def test_a_sequence_longer_than_a_message_has_no_drafts(monkeypatch):
     monkeypatch.setattr("drafter_service.client.sequences.MAX_TEXT_BYTES", 4 * 10)
     wire = connected(counting)
@@ -68,18 +49,6 @@ def test_a_sequence_longer_than_a_message_has_no_drafts(monkeypatch):
     start(wire.client, 2, [1] * 10)
     drafts = wire.draft(progress_of({1: [], 2: []}, limit=1))
     assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[], [2]]
-
-
-@pytest.mark.parametrize("limits", [{"max_sequences": 3}, {"max_tokens": 1000}])
-def test_sequences_that_start_and_end_in_one_message_fit_together(limits):
-    wire = Wire(FakeService(**limits))
-    for number in range(4):
-        start(wire.client, number, [number] * 300)
-        finish(wire.client, number, [])
-    wire.connect()
-    wire.settle()
-    assert len(wire.service.learned) == 4
-    assert wire.service.evicted == 0
 
 
 def test_unanswered_ends_are_sent_again_in_order_if_they_are_to_be_learned():
@@ -136,3 +105,44 @@ def test_forget_applies_to_unsent_sequences():
     wire.settle()
     assert wire.service.learned == {"other": [2, 10]}
     assert wire.service.texts() == []
+
+
+def test_a_service_that_is_always_late_is_called_less_often():
+    wire = connected(counting)
+    start(wire.client, 1, [5])
+    wire.settle()
+    before = len(wire.service.requests)
+    for token in range(6, 506):
+        wire.draft(progress_of({1: [token]}, limit=1), in_time=False)
+        wire.settle()
+    assert 5 <= len(wire.service.requests) - before <= 20
+    assert wire.client.counters.timeouts == 500
+    until = (wire.draft(progress_of({1: [token]}, limit=1)) for token in range(506, 600))
+    assert any(len(drafts.tokens) for drafts in until)
+    for token in range(600, 605):  # After one response in time the service is called in every step.
+        assert len(wire.draft(progress_of({1: [token]}, limit=1)).tokens) == 1
+
+
+def test_a_late_response_behind_much_text_does_not_count():
+    """Otherwise a service would be called less often just when sequences are registered again."""
+    wire = connected(counting)
+    start(wire.client, 1, [1])
+    wire.settle()
+    for number in range(2, 20):
+        start(wire.client, number, [number] * 4000)
+        assert not len(wire.draft(progress_of({1: [1]}, limit=1), in_time=False).tokens)
+        wire.settle()
+    assert wire.client.counters.timeouts == 18
+    assert wire.draft(progress_of({1: [1]}, limit=1)).tokens.tolist() == [2]
+
+
+def test_counters_are_sent_periodically():
+    wire = connected(counting)
+    start(wire.client, 1, [5])
+    wire.draft(progress_of({1: []}, limit=8), in_time=False)
+    wire.settle()
+    for _ in range(62):
+        wire.draft(progress_of({1: [5]}, limit=8))
+    assert wire.service.counters is None
+    wire.draft(progress_of({1: [5]}, limit=8))
+    assert (wire.service.counters.timeouts, wire.service.counters.dropped) == (1, 1)

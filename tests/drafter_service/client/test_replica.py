@@ -5,14 +5,11 @@ import errno
 import itertools
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +25,7 @@ from drafter_service.client.replica import ReplicaClient
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server import feed
 from drafter_service.server.namespace import Namespace
+from drafter_service.settings.tree import AccessConfig, NamespacesConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError
 from ssd.config import DrafterConfig
@@ -40,8 +38,9 @@ from ssd.errors import UserError
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_server_thread
 from tests.drafter_service.guarded import caller_entry
 from tests.drafter_service.raw import connected, counted, eventually
+from tests.drafter_service.server.opened_namespaces import raising
 from tests.replay import drafter_of, progress_of, replay_one, replayed
-from tests.servers import served
+from tests.servers import served, serving
 from tests.ssd.test_drafter import TEXT
 from tests.strategies import array
 
@@ -52,12 +51,12 @@ numbers = itertools.count()
 def service():
     """Yield a server that no test stops, with a snapshot folder, and a namespace that reads a library."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
-        address, settings = f"unix:{folder}/drafter.sock", Path(folder, "settings.toml")
-        settings.write_text(
-            f'listen = "{address}"\ndrafting.capacity = "400k"\nsnapshots.folder = "{folder}/snapshots"\n'
-            '[namespaces.reads]\nown = ["library"]\n'
-        )
-        with served("--config", str(settings)):
+        address = f"unix:{folder}/drafter.sock"
+        settings = {
+            "drafting": DrafterConfig(capacity=400_000),
+            "snapshots": SnapshotsConfig(Path(folder) / "snapshots"),
+        }
+        with serving(listen=address, namespaces=NamespacesConfig(reads={"own": ("library",)}), **settings):
             yield SimpleNamespace(address=address)
 
 
@@ -82,6 +81,10 @@ def drafts(client, first, limit=4):
     tokens = client.draft(progress_of({sequence_id: []}, limit)).tokens.tolist()
     client.finish(sequence_id, array([]), learn=False)
     return tokens
+
+
+def report_of(caller, name):
+    return json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]
 
 
 def has(client, first):
@@ -153,58 +156,48 @@ def test_text_of_a_name_that_was_forgotten_while_it_ran_is_not_learned(service, 
         assert caller.probe(name, counted(100)[:8]) == []
 
 
-def test_drafts_are_no_longer_than_the_service_allows(socket_address):
-    repeated = 3 * counted(100)
+def test_a_service_that_sends_no_copy_still_limits_the_length_of_drafts(socket_address):
+    repeated, lost = 3 * counted(100), []
     with (
         fake_server_thread(socket_address, FakeService(max_draft=3)),
-        ReplicaClient(socket_address, on_copy_lost=lambda _: None) as client,
+        ReplicaClient(socket_address, on_copy_lost=lost.append) as client,
     ):
         client.start(1, array(repeated))
         assert len(client.draft(progress_of({1: []}, 8)).tokens) == 3
         assert len(client.propose(repeated).tokens) == 3
+        client.finish(1, array([5]))
+        assert 'set "drafting" to "sidecar"' in eventually(lambda: lost)[0]
 
 
 def test_parts_that_cannot_be_written_are_dropped(monkeypatch):
     copy = Copy(pb.FollowRequest(), DrafterConfig(), 1 << 20)
-
-    class FullFile:
-        def write(self, _data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self):
-            self.write(b"")
-
-    monkeypatch.setattr(copies.tempfile, "TemporaryFile", FullFile)
+    fail = raising(OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(copies.tempfile, "TemporaryFile", lambda: SimpleNamespace(write=fail, close=fail))
     with pytest.raises(OSError, match="No space"):
         copy.receive(pb.FollowResponse(snapshot=b"part"), 0.0)
     copy.drop_parts()
     copy.drop_parts()
 
 
-def test_running_sequences_go_on_with_a_new_copy(service, caller, name):
+def test_running_sequences_go_on_with_a_new_copy_until_the_namespace_is_deleted(service, caller, name):
     with ReplicaClient(service.address, namespace=name) as client:
         caller.observe(name, counted(100), names=["text"])
         client.start(1, array(counted(100)[:8]), learn=False)
         eventually(lambda: client.draft(progress_of({1: []}, 4)).tokens.tolist() == counted(100)[8:12])
         assert client.draft(progress_of({1: counted(100)[8:10]}, 4)).tokens.tolist() == counted(100)[10:14]
         client.finish(1, array(counted(100)[10:12]), learn=False)
-
-
-def test_a_deleted_namespace_is_deleted_here(service, caller, name):
-    caller.observe(name, counted(100), names=["text"])
-    with replica_of(service, name) as client:
-        eventually(lambda: has(client, 100))
         caller.call("DropNamespace", namespace=name)
         eventually(lambda: not has(client, 100))
         eventually(lambda: client.copy.corpus is not None and client.copy.corpus.tokens == 0)
 
 
-def test_of_a_larger_corpus_the_newest_text_is_held(service, caller, name):
-    caller.observe(name, *(counted(1000 * first, 900) for first in range(1, 300)))
-    with replica_of(service, name, max_tokens=20_000) as client:
-        assert client.copy.corpus.capacity == 20_000
-        eventually(lambda: has(client, 299_000))
-        assert not has(client, 1000)
+def test_changes_that_are_not_kept_any_more_need_a_snapshot(monkeypatch):
+    monkeypatch.setattr(feed, "KEPT_CHANGES", 2)
+    changes = feed.Feed()
+    for name in "abcd":
+        changes.add(pb.Change(forgotten=name))
+    assert [changes.since(position) is None for position in range(6)] == [True, True, False, False, False, True]
+    assert [change.forgotten for change in changes.since(3)] == ["d"]
 
 
 def test_clients_that_connect_at_once_share_a_snapshot(monkeypatch):
@@ -259,27 +252,6 @@ def test_a_copy_is_used_as_soon_as_it_is_loaded(monkeypatch):
     asyncio.run(run())
 
 
-def test_another_match_depth_is_refused(service, name):
-    config = DrafterConfig(match_depth=9)
-    lost = []
-    with ReplicaClient(service.address, namespace=name, config=config, on_copy_lost=lost.append) as client:
-        eventually(lambda: lost)
-        assert "match depth" in lost[0]
-        assert client.copy.corpus is None
-
-
-def test_an_older_service_sends_no_copy(socket_address):
-    lost = []
-    with (
-        fake_server_thread(socket_address, FakeService()),
-        ReplicaClient(socket_address, on_copy_lost=lost.append) as client,
-    ):
-        eventually(lambda: lost)
-        client.start(1, TEXT[:50])
-        client.finish(1, TEXT[50:60])
-    assert 'set "drafting" to "sidecar"' in lost[0]
-
-
 def test_libraries_are_drafted_from(service, caller):
     caller.observe("library", counted(100), names=["one"])
     caller.observe("own", counted(300), names=["two"])
@@ -292,21 +264,16 @@ def test_libraries_are_drafted_from(service, caller):
         assert has(client, 300)
 
 
-def test_copies_equal_the_corpus_after_kills():
-    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
-        command = [sys.executable, "-m", "tests.drafter_service.killed_replicas", folder, "2", "2"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * TIMEOUT_S, check=False)
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_copies_are_in_the_report(service, caller, name):
-    caller.observe(name, *(counted(1000 * first, 900) for first in range(1, 30)))
-    with replica_of(service, name, max_tokens=20_000, engine="one"), replica_of(service, name, engine="two"):
-        report = json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]
-        tokens = report["corpus"]["tokens"]
+def test_of_a_larger_corpus_the_newest_text_is_held_and_reported(service, caller, name):
+    caller.observe(name, *(counted(1000 * first, 900) for first in range(1, 60)))
+    with replica_of(service, name, max_tokens=20_000, engine="one") as small, replica_of(service, name, engine="two"):
+        assert small.copy.corpus.capacity == 20_000
+        eventually(lambda: has(small, 59_000))
+        assert not has(small, 1000)
+        report = report_of(caller, name)
         found = sorted((each["engine"], each["tokens"], each["missing_changes"]) for each in report["copies"])
-        assert found == [("one", 20_000, 0), ("two", tokens, 0)]
-    eventually(lambda: not json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]["copies"])
+        assert found == [("one", 20_000, 0), ("two", report["corpus"]["tokens"], 0)]
+    eventually(lambda: not report_of(caller, name)["copies"])
 
 
 def test_a_copy_catches_up_after_a_break(service, caller, name, monkeypatch):
@@ -324,39 +291,69 @@ def test_a_copy_catches_up_after_a_break(service, caller, name, monkeypatch):
         assert client.copy.snapshots == 1
 
 
-def test_a_copy_outlives_a_service_that_stalls_or_stops_for_a_limited_time(tmp_path, socket_address, monkeypatch):
-    monkeypatch.setattr(copies, "TRUSTED_S", 3.0)
-    arguments = ("--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path / "snapshots"))
-    with served(*arguments) as process, connected(socket_address) as caller:
-        caller.observe("own", counted(100), counted(300), names=["one", "two"])
-        client = ReplicaClient(socket_address, namespace="own")
-        eventually(lambda: has(client, 100))
-        process.send_signal(signal.SIGSTOP)
-        try:
-            assert has(client, 100)  # A service that does not answer costs nothing at first.
-            eventually(lambda: not has(client, 100))
-        finally:
-            process.send_signal(signal.SIGCONT)
-        eventually(lambda: has(client, 100))
+def test_copies_outlive_a_service_that_stalls_and_equal_one_that_was_killed(tmp_path, socket_address, monkeypatch):
+    """Two engines produce texts, and forget some, before the service is killed, while it is away, and after it."""
+    arguments = ("--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path))
+    names, forgotten = (f"text-{number}" for number in itertools.count()), set()
+
+    def produce(client, texts):
+        for name in itertools.islice(names, texts):
+            text = counted(1000 * next(numbers))
+            client.start(1, array(text[:8]), request_id=name)
+            client.draft(progress_of({1: text[8:20]}, 4))
+            client.finish(1, array(text[20:]))
+
+    def forget(client, name):
+        client.forget(name)
+        forgotten.add(hash_of(name))
+
+    with ExitStack() as stack:
+        with served(*arguments) as process, connected(socket_address) as caller:
+            caller.observe("own", counted(100), counted(300), names=["one", "two"])
+            caller.call("Snapshot", namespace="own")
+            clients = [stack.enter_context(ReplicaClient(socket_address, namespace="own")) for _ in range(2)]
+            eventually(lambda: all(has(client, 100) for client in clients))
+            process.send_signal(signal.SIGSTOP)
+            try:
+                assert has(clients[0], 100)  # A service that does not answer costs nothing at first.
+            finally:
+                process.send_signal(signal.SIGCONT)
+            for client in clients:
+                produce(client, 10)
+            forget(clients[0], "text-3")
+            process.kill()
+        for client in clients:
+            produce(client, 10)
+        assert has(clients[0], 100)
+        monkeypatch.setattr(copies, "TRUSTED_S", -1.0)
+        assert not has(clients[0], 100), "no longer than it can be trusted"
         monkeypatch.undo()
-    assert has(client, 100)
-    monkeypatch.setattr(copies, "TRUSTED_S", 3.0)
-    eventually(lambda: not has(client, 100))
-    with served(*arguments), connected(socket_address) as caller:
-        caller.call("Forget", namespace="own", request_id="one")
-        # The engine drafts all the time, which must not keep it from using the new copy.
-        eventually(lambda: has(client, 300))
-        assert not has(client, 100)
-        assert client.copy.snapshots == 2
-        client.close()
+        with served(*arguments), connected(socket_address) as caller:
+            eventually(lambda: clients[1].is_connected)
+            forget(clients[1], "one")
+            for client in clients:
+                produce(client, 10)
+
+            def held():
+                """Return the texts of the service and of the copies if they are equal."""
+                caller.call("Snapshot", namespace="own")
+                found = [{*snapshot.load(tmp_path / "own" / "corpus.ssd").corpus.request_times()}]
+                found += [{*client.copy.corpus.request_times()} for client in clients if client.copy.corpus]
+                return found[0] if len(found) == 3 and all(each == found[0] for each in found) else None
+
+            late = {hash_of(f"text-{number}") for number in range(20, 60)}
+            assert eventually(lambda: (texts := held()) and late < texts and texts).isdisjoint(forgotten)
+            assert {client.copy.snapshots for client in clients} == {2}
 
 
-def test_a_missing_service_is_an_error(socket_address, monkeypatch):
+def test_a_missing_service_and_shadow_mode_are_errors(socket_address, monkeypatch):
     monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(UserError, match="no drafter answers at"):
         ReplicaClient(socket_address)
     with ReplicaClient(socket_address, required=False) as client:
         assert drafts(client, 100) == []
+    with pytest.raises(ValueError, match="shadow"):
+        ReplicaClient(socket_address, shadow=True)
 
 
 @pytest.mark.parametrize("vocab_size", [0, 200])
@@ -376,23 +373,25 @@ def test_damaged_snapshots_and_other_vocabularies_are_refused(tmp_path, vocab_si
         copy.receive(pb.FollowResponse(changes=[pb.Change(forgotten="text")], position=1), 0.0)
 
 
-def test_a_copy_is_deleted_with_the_right_to_read(tmp_path, socket_address):
+def test_a_copy_is_deleted_with_the_right_to_read(tmp_path, socket_address, monkeypatch):
+    monkeypatch.setattr(feed, "SIGN_OF_LIFE_S", 0.1)
     callers, token = tmp_path / "callers.toml", tmp_path / "token"
     token.write_text("engine")
     entries = [caller_entry("engine", "own", "read"), caller_entry("admin", "*", "read", "learn", "admin")]
     callers.write_text("".join(entries))
-    os.chmod(callers, 0o600)
+    settings = {"drafting": DrafterConfig(capacity=100_000), "access": AccessConfig(callers=callers)}
     with (
-        served("--listen", socket_address, "--capacity", "100k", "--callers", str(callers)),
+        serving(listen=socket_address, **settings),
         connected(socket_address, (("authorization", "Bearer admin"),)) as caller,
     ):
         caller.observe("own", counted(100), names=["text"])
-        access = ClientAccess(token=token)
-        with replica_of(SimpleNamespace(address=socket_address), "own", access=access) as client:
+        given, lost = {"access": ClientAccess(token=token)}, []
+        with replica_of(SimpleNamespace(address=socket_address), "own", on_copy_lost=lost.append, **given) as client:
             eventually(lambda: has(client, 100))
             callers.write_text(entries[1])
             eventually(lambda: not has(client, 100))
             assert client.copy.corpus is None
+            assert "the bearer token is not known" in eventually(lambda: lost)[0]
 
 
 def test_counts_of_drafts_are_in_the_report(service, caller, name, monkeypatch):
@@ -401,10 +400,9 @@ def test_counts_of_drafts_are_in_the_report(service, caller, name, monkeypatch):
     with replica_of(service, name) as client:
         eventually(lambda: client.copy.corpus.indexed >= len(TEXT))
         steps = replay_one(client, 1, TEXT[:50], TEXT[50:], learn=False)
-        eventually(lambda: json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]["drafting"]["hits"])
-    report = json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]
-    assert report["drafting"]["committed"] == len(TEXT) - 50
-    assert report["drafting"]["accepted"] >= len(TEXT) - 50 - steps
+        drafting = eventually(lambda: (found := report_of(caller, name)["drafting"])["hits"] and found)
+    assert drafting["committed"] == len(TEXT) - 50
+    assert drafting["accepted"] >= len(TEXT) - 50 - steps
 
 
 OPERATIONS = st.tuples(
@@ -518,15 +516,11 @@ def test_forgotten_text_is_never_offered_longer_than_stated(operations, kept):
         asyncio.run(run())
 
 
-def test_shadow_mode_needs_the_service(service, name):
-    with pytest.raises(ValueError, match="shadow"):
-        ReplicaClient(service.address, namespace=name, shadow=True)
-
-
 def test_requests_to_follow_are_checked(service, caller):
     for fields, status in (
         ({"protocol": 2}, "FAILED_PRECONDITION"),
         ({"protocol": 3, "namespace": "/"}, "INVALID_ARGUMENT"),
+        ({"protocol": 3, "namespace": "own", "match_depth": 9}, "FAILED_PRECONDITION"),
     ):
         with pytest.raises(grpc.RpcError) as refused:
             next(iter(caller.call("Follow", **fields)))

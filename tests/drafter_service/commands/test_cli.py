@@ -259,7 +259,7 @@ def test_usage_errors_are_explained(run, arguments, error):
         (["--config", "{new}"], "cannot read the settings in {new}: No such file"),
         (
             ["--listen", "127.0.0.1:{taken}"],
-            "cannot listen at 127.0.0.1:{taken}: Address already in use; choose another",
+            "cannot listen at 127.0.0.1:{taken}; choose another",
         ),
         (["--listen", "{used}"], "is in use by another server; stop that one or choose another path"),
     ],

@@ -49,8 +49,8 @@ def test_unknown_fields_are_ignored(socket_address):
 @pytest.mark.parametrize(
     ("reporter", "reason"),
     [
-        (Reporter('{"schema_version": 7}'), "a report of version 4, which this ssd-drafter reads (schema_version: "),
-        (Reporter('{"schema_version": 4}'), "(taken_at: Field required"),
+        (Reporter('{"schema_version": 7}'), "a report of version 5, which this ssd-drafter reads (schema_version: "),
+        (Reporter('{"schema_version": 5}'), "(taken_at: Field required"),
         (Reporter("hello"), "use the ssd-drafter that runs there"),
         (Reporter(refusal=(grpc.StatusCode.PERMISSION_DENIED, "not\x1byours")), "refused: not\ufffdyours"),
         (Reporter(refusal=(grpc.StatusCode.INTERNAL, "")), "refused: INTERNAL"),

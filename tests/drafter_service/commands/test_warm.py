@@ -225,7 +225,6 @@ def test_standard_input_is_read(tmp_path, is_pipe):
     [
         (["--from", "{}/a.jsonl"], "give a destination: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--namespace", "n"], "not both"),
-        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--shadow"], "--shadow is for a running service"),
         (["--from", "{}/missing", "--snapshot", "{}/c"], "no such file"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/missing/c"], "create it first"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--capacity", "5"], "--capacity: a corpus holds"),
@@ -265,16 +264,14 @@ def test_interruption_says_what_is_kept(tmp_path, monkeypatch):
         invoke("--from", tmp_path / "a.jsonl", "--namespace", "n")
 
 
-def test_a_service_scores_requests_in_shadow_mode_and_its_end_is_reported(tmp_path, monkeypatch):
+def test_a_service_learns_requests_and_its_end_is_reported(tmp_path, monkeypatch):
     records = [{"prompt_token_ids": list(range(50)), "completion_token_ids": list(range(50, 90))}] * 2
     log = write_jsonl(tmp_path / "a.jsonl", records)
     address = f"unix:{tmp_path}/s"
     with served("--listen", address, "--capacity", "300k") as process:
-        invoke("--from", log, "--address", address, "--namespace", "n", "--shadow")
+        invoke("--from", log, "--address", address, "--namespace", "n")
         with connected(address) as caller:
             (namespace,) = json.loads(caller.call("Report").json)["namespaces"]
-        assert (namespace["shadow"]["observed_requests"], namespace["shadow"]["scored_requests"]) == (2, 2)
-        assert namespace["shadow"]["drafting"]["committed"] == 80
         assert namespace["corpus"]["learned_tokens"] == 2 * (32 + 40), "of a prompt, the end is learned"
         accept = sinks.RemoteSink.accept
 

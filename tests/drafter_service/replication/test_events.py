@@ -45,7 +45,7 @@ def changed(**columns):
     return GOOD | {name.encode(): value for name, value in columns.items()}
 
 
-@examples(60)
+@examples(30)
 @given(EVENTS, st.binary(max_size=8))
 def test_encoded_events_are_decoded_unchanged(events, writer):
     entry = decode(encode(events, writer))

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from drafter_service.replication import redis_stream, shared_log
-from drafter_service.replication.events import NO_TOKENS, Event, Kind, decode
+from drafter_service.replication.events import Event, Kind, decode
 from drafter_service.replication.redis_stream import OLDEST, LogPosition, RedisStream, connect
 from drafter_service.replication.replicated import ReplicatedNamespace
 from drafter_service.replication.shared_log import NamespaceLog
@@ -22,17 +22,8 @@ from tests.drafter_service.replication.replica import eventually, forgotten, rep
 from tests.drafter_service.server.opened_namespaces import still_namespace
 from tests.redis import running_redis
 
+LONG = "a text longer than the queue"
 PREFIXES = (f"test-{number}" for number in itertools.count())
-
-
-@dataclass(frozen=True)
-class Log:
-    """A shared log, and a direct client of its Redis."""
-
-    url: str
-    client: Redis
-    prefix: str
-    key: str
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +34,10 @@ def server():
 
 @pytest.fixture
 def log(server):
+    """Yield the URL and the prefix of a shared log, its key, and a direct client of its Redis."""
     prefix = next(PREFIXES)
     with Redis.from_url(server.url) as client:
-        yield Log(server.url, client, prefix, f"ssd:{{{prefix}}}:namespace")
+        yield SimpleNamespace(url=server.url, client=client, prefix=prefix, key=f"ssd:{{{prefix}}}:namespace")
 
 
 def replicas_of(log, number, **options):
@@ -60,15 +52,15 @@ async def test_replicas_learn_the_same(log):
         for member in members:
             member.read()
         published = [
-            [request(f"{who}-{number}", *rng.integers(0, 1 << 20, rng.integers(1, 300))) for number in range(400)]
+            [request(f"{who}-{number}", *rng.integers(0, 1 << 20, rng.integers(1, 300))) for number in range(100)]
             for who in range(3)
         ]
-        for number in range(400):
+        for number in range(100):
             for member, requests in zip(members, published, strict=True):
                 member.log.publish(requests[number])
             await asyncio.sleep(0)
         for who, member in enumerate(members):
-            await member.has(800)
+            await member.has(200)
             for other in range(3):
                 theirs = [event for event in member.taken if event.request.startswith(f"{other}-")]
                 expected = published[other] if other != who else []
@@ -79,11 +71,11 @@ async def test_replicas_learn_the_same(log):
             await member.log.flush()
             assert member.log.counters.published_tokens == sum(len(event.tokens) for event in requests)
         # Entries contain many requests.
-        assert log.client.xlen(log.key) < 200
+        assert log.client.xlen(log.key) < 100
 
 
 @run
-async def test_namespaces_and_prefixes_are_isolated(log):
+async def test_namespaces_and_prefixes_are_isolated_and_empty_requests_not_published(log):
     async with (
         replicas_of(log, 2) as (one, two),
         replicas_of(log, 1, namespace="other") as (elsewhere,),
@@ -91,18 +83,13 @@ async def test_namespaces_and_prefixes_are_isolated(log):
     ):
         for member in (two, elsewhere, other_prefix):
             member.read()
+        await one.publish(Event(Kind.FINISHED, 1.0, "empty"))
+        assert not log.client.exists(log.key)
         await one.publish(request("a"))
         await elsewhere.publish(request("b"))
         await two.has(1)
         await elsewhere.has(0)
         await other_prefix.has(0)
-
-
-@run
-async def test_empty_requests_are_not_published(log):
-    async with replicas_of(log, 1) as (one,):
-        await one.publish(Event(Kind.FINISHED, 1.0, "a"))
-        assert not log.client.exists(log.key)
 
 
 @run
@@ -167,39 +154,26 @@ async def test_what_was_forgotten_is_not_learned_from_entries_that_are_read_or_w
     await client.aclose()
 
 
+@pytest.mark.parametrize(
+    ("kind", "age_s", "kept"),
+    [
+        (Kind.FORGOTTEN_BEFORE, 3600, 3),
+        (Kind.FORGOTTEN_BEFORE, -3600, 1),
+        (Kind.FORGOTTEN_BEFORE, -1e300, 1),
+        (Kind.FORGOTTEN_BEFORE, 1e300, 3),
+        (Kind.DROPPED, 3600, 1),
+    ],
+)
 @run
-async def test_a_text_that_is_longer_than_the_queue_is_dropped_alone(log, monkeypatch):
-    monkeypatch.setattr(shared_log, "QUEUE_TOKENS", 2 * (3 + shared_log.EVENT_WEIGHT))
-    async with replicas_of(log, 2) as (one, two):
-        two.read()
-        await one.publish(request("a"), request("long", *range(1, 1000)), request("b"))
-        await two.has(2)
-        assert two.names == ["a", "b"]
-        assert one.log.counters.dropped_tokens == 999
-
-
-@run
-async def test_text_of_a_dropped_namespace_is_removed_from_redis(log):
-    async with replicas_of(log, 2) as (one, two):
-        await one.publish(request("a", 7, 7, 7))
-        await one.publish(request("b"), Event(Kind.DROPPED, 2.0), request("c", time=3.0))
-        assert log.client.xlen(log.key) == 1
-        two.read()
-        await two.has(2)
-        assert [event.kind for event in two.taken] == [Kind.DROPPED, Kind.FINISHED]
-
-
-@pytest.mark.parametrize(("age_s", "kept"), [(3600, 3), (-3600, 1), (-1e300, 1), (1e300, 3)])
-@run
-async def test_forgotten_old_text_is_removed_from_redis(log, age_s, kept):
-    """The age of text is measured by the clock of Redis. The event that forgets is always kept."""
+async def test_forgotten_text_is_removed_from_redis(log, kind, age_s, kept):
+    """The age of text is measured by the clock of Redis. The event that forgets is kept, with the rest of its entry."""
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a"))
-        await one.publish(request("b"))
-        await one.publish(Event(Kind.FORGOTTEN_BEFORE, time.time() - age_s))
+        await one.publish(request("b"), Event(kind, time.time() - age_s), request("c"))
         assert log.client.xlen(log.key) == kept
         two.read()
-        await two.has(kept)
+        await two.has(kept + 1)
+        assert [event.kind for event in two.taken][-2:] == [kind, Kind.FINISHED]
 
 
 @run
@@ -255,19 +229,19 @@ async def test_reader_continues_after_redis_lost_entries(log):
 @run
 async def test_log_size_is_bounded(log, monkeypatch):
     monkeypatch.setattr(shared_log, "GATHER_S", 0.0)
-    bound = 1 << 20
+    bound = 1 << 19
     async with replicas_of(log, 2, max_bytes=bound) as (one, two):
         rng = np.random.default_rng(0)
         used = []
         # A few large entries, many small ones, and large ones again.
-        for entries, tokens in ((60, 10_000), (400, 500), (60, 10_000)):
+        for entries, tokens in ((30, 10_000), (200, 500), (30, 10_000)):
             for number in range(entries):
                 await one.publish(request(f"{entries}-{number}", *rng.integers(0, 50_000, tokens)))
                 used.append(log.client.memory_usage(log.key, samples=0))
         assert max(used) < 1.1 * bound
-        assert min(used[60:]) > 0.7 * bound
+        assert min(used[30:]) > 0.7 * bound
         two.read()
-        await eventually(lambda: two.names[-1:] == ["60-59"])
+        await eventually(lambda: two.names[-1:] == ["30-29"])
 
 
 @run
@@ -356,7 +330,7 @@ async def test_reader_can_be_cancelled(log, monkeypatch):
     async with replicas_of(log, 1) as (one,):
         for number in range(40):
             await one.publish(request(str(number)))
-        for turns in range(0, 300, 3):
+        for turns in range(0, 300, 10):
             async with replicas_of(log, 1) as (replica,):
                 replica.read()
                 for _ in range(turns):
@@ -365,10 +339,12 @@ async def test_reader_can_be_cancelled(log, monkeypatch):
                     await replica.stop_reading()
 
 
-@given(st.lists(st.sampled_from(Kind), min_size=30, max_size=300), st.integers(1, 20))
+@given(st.lists(st.sampled_from([*Kind, LONG]), min_size=30, max_size=300), st.integers(1, 20))
 @settings(max_examples=30)
 def test_waiting_events_keep_their_order_and_are_bounded(kinds, room):
-    """The oldest requests are dropped; commands to forget everything before a time begin entries."""
+    """The oldest requests are dropped, and those that are longer than the queue; commands to forget everything before a
+    time begin entries.
+    """
     published, allowed = [], asyncio.Event()
 
     class Stream:
@@ -382,8 +358,9 @@ def test_waiting_events_keep_their_order_and_are_bounded(kinds, room):
     async def run():
         own = NamespaceLog(Stream(), structlog.get_logger(), name=b"own", max_bytes=1 << 20)
         for number, kind in enumerate(kinds):
-            tokens = np.full(1, number, np.uint32) if kind is Kind.FINISHED else NO_TOKENS
-            own.publish(Event(kind, float(number), tokens=tokens))
+            size = {Kind.FINISHED: 1, LONG: 2000}.get(kind, 0)
+            tokens = np.full(size, number, np.uint32)
+            own.publish(Event(Kind.FINISHED if kind is LONG else kind, float(number), tokens=tokens))
             tokens[:] = 0  # They are copied.
         allowed.set()
         await own.close()
@@ -394,9 +371,10 @@ def test_waiting_events_keep_their_order_and_are_bounded(kinds, room):
         patch.setattr(shared_log, "QUEUE_TOKENS", room * (1 + shared_log.EVENT_WEIGHT))
         dropped = asyncio.run(run())
     requests = [number for number, kind in enumerate(kinds) if kind is Kind.FINISHED]
-    assert dropped == max(0, len(requests) - room)
-    expected = [number for number in range(len(kinds)) if number not in requests[:dropped]]
-    assert [event.time for entry in published for event in entry] == expected
+    overflowing = max(0, len(requests) - room)
+    assert dropped == overflowing + 2000 * kinds.count(LONG)
+    lost = {*requests[:overflowing], *(number for number, kind in enumerate(kinds) if kind is LONG)}
+    assert [event.time for entry in published for event in entry] == [n for n in range(len(kinds)) if n not in lost]
     assert all(event.tokens.tolist() == [event.time] for each in published for event in each if len(event.tokens))
     for entry in published:
         assert 0 < len(entry) <= shared_log.ENTRY_EVENTS

@@ -83,6 +83,18 @@ async def learned(namespaces, name, *texts):
     return namespace
 
 
+async def saved(folder, *texts, name="a"):
+    """Save a namespace with some texts, by default [1, 2, 3, 4]; return the contents of its files."""
+    async with opened(folder) as namespaces:
+        await namespaces.save(await learned(namespaces, name, *(texts or [[1, 2, 3, 4]])))
+    return contents(folder)
+
+
+def contents(folder):
+    """Return the contents of all files below a folder, by their names."""
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def draft_of(namespace, context, limit=3):
     session = Session(namespace, Limits())
     request = pb.DraftRequest(starts=[start(1, context, learn=False)], batch=batch({1: ()}, limit))

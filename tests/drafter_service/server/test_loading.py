@@ -3,14 +3,12 @@
 import asyncio
 import errno
 import os
-import resource
 import struct
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import grpc
 import pytest
 
 from drafter_service.server import disk
@@ -18,22 +16,10 @@ from drafter_service.server import namespaces as module
 from drafter_service.server.disk import DiskThreads, LoadError
 from ssd.corpus import sections, snapshot
 from tests.drafter_service.guarded import run
-from tests.drafter_service.raw import connected, counted, eventually
-from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened, raising
-from tests.servers import served
+from tests.drafter_service.raw import counted
+from tests.drafter_service.server.opened_namespaces import contents, draft_of, learned, opened, raising, saved
 
 PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EROFS]
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-async def saved(folder):
-    """Save a namespace; return the contents of its files."""
-    async with opened(folder) as namespaces:
-        await namespaces.save(await learned(namespaces, "a", [1, 2, 3, 4]))
-    return contents(folder)
 
 
 EIO = OSError(errno.EIO, "Input/output error")
@@ -110,9 +96,7 @@ async def test_a_snapshot_of_another_version_or_depth_is_left_alone(tmp_path, ha
 
 @run
 async def test_a_snapshot_with_more_tokens_than_the_capacity_is_trimmed_only_by_request(tmp_path):
-    async with opened(tmp_path) as namespaces:
-        await namespaces.save(await learned(namespaces, "a", counted(0, 4500)))
-    before = contents(tmp_path)
+    before = await saved(tmp_path, counted(0, 4500))
     for capacity, trim in ((4500, True), (4501, False)):
         async with opened(tmp_path, trim=trim, capacities={"a": capacity}) as namespaces:
             assert draft_of(await learned(namespaces, "a"), counted(4480, 8), 1) == [4488]
@@ -185,30 +169,6 @@ async def test_a_caller_does_not_wait_longer_than_the_limit_for_a_load_or_the_fo
         while "a" not in namespaces.loaded:
             await asyncio.sleep(0.001)
         assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
-
-
-def test_without_free_descriptors_a_namespace_is_not_lost(tmp_path, socket_address):
-    arguments = ["--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path)]
-    before = asyncio.run(saved(tmp_path))
-    with served(*arguments) as process, connected(socket_address) as caller:
-        caller.observe("loaded", counted(200))
-        limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        used = {int(number) for number in os.listdir(f"/proc/{process.pid}/fd")}
-        none_free = next(number for number in range(1024) if number not in used)
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (none_free, limits[1]))
-        for _ in range(3):
-            code, message = caller.refusal("Observe", namespace="a", texts=None)
-            assert code is grpc.StatusCode.UNAVAILABLE
-            assert "cannot be loaded now: " in message
-            code, _ = caller.refusal("Forget", namespace="a", request_id="a-0")
-            assert code is grpc.StatusCode.UNAVAILABLE
-        assert {name: content for name, content in contents(tmp_path).items() if name != ".lock"} == before
-        # What is loaded needs no descriptor, even if it is used for the first time.
-        eventually(lambda: caller.probe("loaded", counted(200)[:8], limit=1) == [208])
-        assert '"name":"loaded"' in caller.call("Report").json
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
-        eventually(lambda: caller.opened("a"))
-        assert caller.probe("a", [1, 2, 3], limit=1) == [4]
 
 
 @run

@@ -193,31 +193,36 @@ def test_fallback_tokens_of_a_running_request_are_forgotten(namespace, shadow, f
     assert not is_secret_drafted(namespace)
 
 
-@pytest.mark.parametrize("forget", [lambda one: one.forget("mine"), lambda one: one.forget_before(float("inf"))])
-def test_fallback_tokens_of_a_finished_request_are_forgotten(namespace, forget):
-    session = with_secret(namespace)
-    answered(session, finishes=[finish(1)])
-    namespace.corpus.refresh()
-    assert is_secret_drafted(namespace)
-    forget(namespace)
-    namespace.corpus.refresh()
-    assert not is_secret_drafted(namespace)
+def finish_and(forget):
+    """Return a function that ends sequence 1, and then forgets its text."""
+
+    def end(namespace, session, _shadow):
+        answered(session, finishes=[finish(1)])
+        namespace.corpus.refresh()
+        assert is_secret_drafted(namespace)
+        forget(namespace)
+        namespace.corpus.refresh()
+
+    return end
 
 
-@pytest.mark.parametrize("end", ["canceled", "dropped", "disconnected", "unloaded"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        finish_and(lambda namespace: namespace.forget("mine")),
+        finish_and(lambda namespace: namespace.forget_before(float("inf"))),
+        lambda _namespace, session, _shadow: answered(session, finishes=[finish(1, learn=False)]),
+        lambda _namespace, session, shadow: answered(session, starts=[start(2, [1], shadow=shadow)]),
+        lambda _namespace, session, _shadow: session.close(),
+        lambda namespace, _session, _shadow: namespace.close(),
+    ],
+    ids=["forgotten", "older", "canceled", "dropped", "disconnected", "unloaded"],
+)
 @pytest.mark.parametrize("shadow", [False, True])
 def test_fallback_tokens_of_a_request_that_is_not_remembered_are_forgotten(namespace, end, shadow):
     session = with_secret(namespace, shadow=shadow)
     assert is_secret_drafted(namespace)
-    match end:
-        case "canceled":
-            answered(session, finishes=[finish(1, learn=False)])
-        case "dropped":
-            answered(session, starts=[start(2, [1], shadow=shadow)])
-        case "disconnected":
-            session.close()
-        case "unloaded":
-            namespace.close()
+    end(namespace, session, shadow)
     assert not is_secret_drafted(namespace)
 
 

@@ -25,7 +25,9 @@ REFORMATTED = replace(COPY, tokenizer="sha-of-another-file")
 LARGE = replace(BASE, name="Base-8B", configuration="llama:larger")
 OTHER_TOKENIZER = replace(BASE, vocabulary="other", tokenizer="other")
 OF_OLD_CLIENT = replace(BASE, vocabulary="", configuration="")
-OLD, NEW = name_by_folder(BASE), default_name(BASE)
+COPIES = [replace(BASE, name=f"copy-{number}") for number in range(3)]
+COPIED = [name_by_folder(copy) for copy in COPIES]
+OLD, NEW, ELSEWHERE = name_by_folder(BASE), default_name(BASE), name_by_folder(COPY)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,7 @@ def test_the_default_namespace_follows_from_the_content():
     names = {default_name(each) for each in (BASE, LARGE, OTHER_TOKENIZER, replace(BASE, adapter="lora"))}
     assert len(names) == 4
     assert default_name(OF_OLD_CLIENT) == OLD == name_by_folder(BASE) != NEW
+    assert [is_default(name, BASE) for name in (OLD, NEW, "chat")] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -78,33 +81,38 @@ def test_the_old_namespace_of_a_model_is_found(known, model, expected):
     assert find_default(model, {name: KnownNamespace(owner, 5) for name, owner in known.items()}) == expected
 
 
-def test_an_empty_namespace_is_the_default_only_if_no_other_has_text():
-    elsewhere, of_base = name_by_folder(COPY), KnownNamespace(BASE, 0)
-    one = KnownNamespace(BASE, 1)
-    assert find_default(BASE, {NEW: of_base, elsewhere: KnownNamespace(COPY, 1)}) == elsewhere
-    assert find_default(BASE, {NEW: one, elsewhere: KnownNamespace(COPY, 9)}) == NEW
-    assert find_default(BASE, {NEW: of_base, elsewhere: KnownNamespace(COPY, 0)}) == NEW
-    assert find_default(BASE, {NEW: one, OLD: of_base}) == NEW
-    assert find_default(BASE, {NEW: one, OLD: KnownNamespace(BASE, None)}) == OLD
-    # Settings that name it apply before and after it exists.
-    for known in ({}, {NEW: of_base}):
-        assert find_default(BASE, known | {elsewhere: KnownNamespace(COPY, 1)}, configured={NEW}) == NEW
+def of_copies(*tokens):
+    """Return the namespaces of three copies of a model's folder, with these numbers of tokens."""
+    return {name: (copy, size) for name, copy, size in zip(COPIED, COPIES, tokens, strict=True)}
 
 
-def test_the_largest_of_several_old_namespaces_is_the_default():
-    names = {number: name_by_folder(replace(BASE, name=f"copy-{number}")) for number in range(3)}
-
-    def found(*tokens):
-        known = {
-            names[number]: KnownNamespace(replace(BASE, name=f"copy-{number}"), size)
-            for number, size in enumerate(tokens)
-        }
-        return find_default(BASE, known)
-
-    for largest in range(3):
-        assert found(*(9 if number == largest else number for number in range(3))) == names[largest]
-    assert found(5, 5, 5) == min(names.values())
-    assert found(0, None, 0) == names[1]
+@pytest.mark.parametrize(
+    ("model", "known", "configured", "expected"),
+    [
+        (BASE, {NEW: (BASE, 0), ELSEWHERE: (COPY, 1)}, (), ELSEWHERE),
+        (BASE, {NEW: (BASE, 1), ELSEWHERE: (COPY, 9)}, (), NEW),
+        (BASE, {NEW: (BASE, 0), ELSEWHERE: (COPY, 0)}, (), NEW),
+        (BASE, {NEW: (BASE, 1), OLD: (BASE, 0)}, (), NEW),
+        (BASE, {NEW: (BASE, 1), OLD: (BASE, None)}, (), OLD),
+        # Settings that name it apply before and after it exists.
+        (BASE, {ELSEWHERE: (COPY, 1)}, {NEW}, NEW),
+        (BASE, {NEW: (BASE, 0), ELSEWHERE: (COPY, 1)}, {NEW}, NEW),
+        (BASE, {}, {OLD}, OLD),
+        (COPY, {}, {OLD}, NEW),
+        (BASE, {OLD: (LARGE, None)}, {OLD}, NEW),
+        # Of several with old names, the largest.
+        (BASE, of_copies(9, 1, 2), (), COPIED[0]),
+        (BASE, of_copies(0, 9, 2), (), COPIED[1]),
+        (BASE, of_copies(0, 1, 9), (), COPIED[2]),
+        (BASE, of_copies(5, 5, 5), (), min(COPIED)),
+        (BASE, of_copies(0, None, 0), (), COPIED[1]),
+    ],
+)
+def test_an_empty_namespace_is_the_default_only_if_no_other_has_text_or_settings_name_it(
+    model, known, configured, expected
+):
+    namespaces = {name: KnownNamespace(*each) for name, each in known.items()}
+    assert find_default(model, namespaces, configured=configured) == expected
 
 
 @run
@@ -116,18 +124,6 @@ async def test_calls_that_learn_and_calls_that_draft_have_the_same_default():
         await learned(namespaces, OLD, [1, 2, 3])
         assert namespaces.default_of(BASE, caller) == namespaces.default_of(BASE, reader) == OLD
         assert namespaces.default_of(BASE, Caller("other", ("*",), Right.ADMIN)) == NEW
-
-
-def test_settings_keep_the_old_name():
-    assert find_default(BASE, {}, configured={OLD}) == OLD
-    assert find_default(COPY, {}, configured={OLD}) == NEW
-    assert find_default(BASE, {OLD: KnownNamespace(LARGE)}, configured={OLD}) == NEW
-
-
-def test_namespaces_are_default_by_both_names():
-    assert is_default(OLD, BASE)
-    assert is_default(NEW, BASE)
-    assert not is_default("chat", BASE)
 
 
 def test_text_of_the_same_tokenizer_is_found_elsewhere():

@@ -1,24 +1,36 @@
-"""Namespaces that are saved and restored."""
+"""Namespaces that are saved and restored, and unloaded when they are idle or memory is needed."""
 
 import asyncio
+import gc
+import time
+import weakref
+from contextlib import AsyncExitStack, ExitStack
 
 import pytest
 
+from drafter_service.replication.replicated import Replication
 from drafter_service.server import namespaces as module
+from drafter_service.server.disk import LoadError
 from drafter_service.server.namespace import ClosedError
-from drafter_service.server.namespaces import MemoryLimitError
+from drafter_service.server.namespaces import MemoryLimitError, Namespaces, StalledError, max_bytes
 from drafter_service.server.session import Session
-from drafter_service.settings.tree import Limits
+from drafter_service.settings.tree import Limits, LogConfig, NamespacesConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
+from ssd.corpus.sections import SnapshotError
+from ssd.errors import UserError
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import batch, start
 from tests.drafter_service.server.opened_namespaces import (
+    DRAFTING,
+    UNKNOWN_MODEL,
     blocked_writes,
     draft_of,
     learned,
     opened,
     raising,
+    saved,
 )
+from tests.redis import running_redis
 from tests.strategies import array
 
 
@@ -110,8 +122,7 @@ async def test_a_damaged_snapshot_is_renamed_and_the_service_continues(tmp_path)
 
 @run
 async def test_a_corpus_without_its_description_is_restored_and_can_be_dropped(tmp_path):
-    async with opened(tmp_path) as namespaces:
-        await namespaces.save(await learned(namespaces, "a", [1, 2, 3, 4]))
+    await saved(tmp_path)
     (tmp_path / "a" / "namespace.json").unlink()
     async with opened(tmp_path, create=False) as namespaces:
         assert await namespaces.names() == ["a"]
@@ -137,3 +148,146 @@ async def test_a_waiting_save_does_not_restore_a_dropped_namespace(tmp_path, mon
         with pytest.raises(ClosedError):
             await second
         assert list(tmp_path.iterdir()) == []
+
+
+RELEASE_TIMEOUT_S = 20
+
+
+@run
+async def test_the_longest_idle_namespace_is_unloaded_and_restored(tmp_path):
+    async with opened(tmp_path, fit=2) as namespaces:
+        for name, last in (("a", 4), ("b", 5), ("c", 6)):
+            await learned(namespaces, name, [1, 2, 3, last])
+        assert sorted(namespaces.loaded) == ["b", "c"]
+        assert await namespaces.names() == ["a", "b", "c"]
+        assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
+        assert sorted(namespaces.loaded) == ["a", "c"]
+        assert draft_of(await learned(namespaces, "b"), [1, 2, 3], 1) == [5]
+
+
+@run
+async def test_namespaces_in_use_are_not_unloaded_and_others_once_they_are_idle(tmp_path):
+    async with opened(tmp_path, fit=2) as namespaces, AsyncExitStack() as stack:
+        # A call uses one namespace, and a stream uses the other.
+        first = await stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL))
+        session = Session(await learned(namespaces, "b"), Limits())
+        with pytest.raises(MemoryLimitError, match="'c' needs up to 25,075,000 bytes; 50,150,000 of the limit"):
+            await learned(namespaces, "c")
+        await namespaces.unload_idle(0)
+        assert sorted(namespaces.loaded) == ["a", "b"]
+        assert first is namespaces.loaded["a"]
+        session.close()
+        idle = await learned(namespaces, "c")
+        await namespaces.unload_idle(3600)
+        assert sorted(namespaces.loaded) == ["a", "c"]
+        await namespaces.unload_idle(0)
+        assert [*namespaces.loaded] == ["a"]
+        assert idle.is_closed
+
+
+def test_memory_limit_below_one_namespace_is_refused():
+    with pytest.raises(
+        UserError, match=r"namespaces.memory_limit: 12,537,500 bytes are too few .* which needs 25,075,000"
+    ):
+        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespacesConfig(memory_limit=12_537_500)))
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+@run
+async def test_without_a_folder_no_namespace_can_be_unloaded(tmp_path, has_folder):
+    async with opened(tmp_path if has_folder else None, fit=2) as namespaces:
+        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+        async with namespaces.use("b", UNKNOWN_MODEL):
+            used = namespaces.unevictable_bytes
+        size = max_bytes(DRAFTING.capacity)
+        assert used == (size if has_folder else 2 * size)
+        assert namespaces.unevictable_bytes == (0 if has_folder else 2 * size)
+        if not has_folder:
+            with pytest.raises(MemoryLimitError):
+                await learned(namespaces, "c")
+            assert draft_of(namespace, [1, 2, 3], 1) == [4]
+
+
+@run
+async def test_waiting_for_memory_does_not_deadlock(tmp_path, monkeypatch):
+    """A namespace is requested while it is being unloaded, and a third namespace needs its memory."""
+    may_write, begun = blocked_writes(monkeypatch)
+    async with opened(tmp_path, fit=1) as namespaces, AsyncExitStack() as stack:
+        await learned(namespaces, "a", [1, 2, 3, 4])
+        going = asyncio.create_task(namespaces.unload_idle(0))
+        await asyncio.to_thread(begun.acquire, timeout=60)
+        wanted = asyncio.create_task(stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL)))
+        await asyncio.sleep(0)
+        third = asyncio.create_task(learned(namespaces, "b"))
+        await asyncio.sleep(0)
+        may_write.set()
+        await going
+        assert draft_of(await wanted, [1, 2, 3], 1) == [4]
+        with pytest.raises(MemoryLimitError):
+            await third
+
+
+@run
+async def test_a_namespace_that_is_being_written_keeps_its_reservation(tmp_path, monkeypatch):
+    """The thread that writes uses its memory, even if it has no changes. Nothing waits for longer than the limit."""
+    may_write, begun = blocked_writes(monkeypatch)
+    monkeypatch.setattr(module, "DISK_LIMIT_S", 0.05)
+    monkeypatch.setattr(module, "DISK_BYTES_PER_S", 1e12)
+    async with opened(tmp_path, fit=1) as namespaces:
+        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+        for is_changed in (True, False):
+            if not is_changed:
+                namespace.saved_version = namespace.version
+            for _ in range(3):
+                with pytest.raises(StalledError, match="'a' is still being written after 0 s"):
+                    await namespaces.save(namespace)
+                with pytest.raises((MemoryLimitError, LoadError), match=r"to make room|takes longer than"):
+                    await learned(namespaces, "b")
+                await namespaces.unload_idle(0)
+                await namespaces.save_changed()
+            assert namespaces.loaded == {"a": namespace}
+            assert len(namespaces._reserved) == 1
+        # One save runs, and all others wait together.
+        assert len(namespaces._tasks) == 2
+        assert namespaces.failed_saves > 6
+        with pytest.raises(SnapshotError, match="are being read or written, so nothing was deleted"):
+            await namespaces.drop("a")
+        may_write.set()
+        while namespaces._tasks:
+            await asyncio.sleep(0.001)
+        assert begun._value == 2
+        assert (await learned(namespaces, "b")).name == "b"
+        assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
+
+
+@pytest.mark.parametrize("has_log", [False, True], ids=["alone", "with a shared log"])
+def test_the_memory_of_an_unloaded_namespace_is_released_at_once(has_log):
+    """Without waiting for the garbage collector, which may leave it for minutes."""
+
+    @run
+    async def unload(url):
+        replication = Replication(LogConfig(url=url))
+        namespaces = Namespaces(
+            ServiceConfig(drafting=DRAFTING), on_loaded=replication.add, on_unload=replication.remove
+        )
+        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+        assert draft_of(namespace, [1, 2, 3], 1) == [4]
+        while has_log and not replication.facts().published_tokens:
+            await asyncio.sleep(0)
+        corpus = weakref.ref(namespace.corpus)
+        del namespace
+        await namespaces.drop("a")
+        await replication.stop()
+        until = time.monotonic() + RELEASE_TIMEOUT_S
+        while corpus() is not None:  # A worker thread holds its last task for a moment after the result is there.
+            assert time.monotonic() < until
+            await asyncio.sleep(0.001)
+
+    with ExitStack() as stack:
+        url = stack.enter_context(running_redis()).url if has_log else None
+        gc.collect()
+        gc.disable()
+        try:
+            unload(url)
+        finally:
+            gc.enable()

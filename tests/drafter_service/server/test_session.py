@@ -14,9 +14,10 @@ from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_FIELDS, batch_message, pack
 from ssd.config import DrafterConfig
+from ssd.corpus.rollout import Rollout
 from ssd.drafter import SuffixDrafter
 from ssd.stats import Stats
-from ssd.types import offsets_of
+from ssd.types import StepTime, offsets_of
 from tests.drafter_service.raw import batch, drafted, drafts_in, finish, lost, start
 from tests.drafter_service.server.opened_namespaces import StillCorpus, still_namespace
 from tests.replay import progress_of
@@ -99,7 +100,7 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         self.opened = still_namespace(CONFIG)
         self.namespace, self.corpus = self.opened.__enter__(), StillCorpus(CONFIG.capacity, CONFIG.match_depth)
         self.stats, self.withheld_stats = Stats(), Stats()
-        self.scored = self.offered = self.batches = 0
+        self.offered = self.batches = 0
         self.connect(shadow=False)
 
     def connect(self, shadow):
@@ -118,21 +119,28 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         learn=st.booleans(),
         ends=st.booleans(),
         may_learn=st.booleans(),
+        rollout=st.booleans(),
     )
-    def start(self, ids, prompt, learn, ends, may_learn):
+    def start(self, ids, prompt, learn, ends, may_learn, rollout):
         new = sorted(ids - self.running)
         finishes = [finish(each, [1, 2]) for each in new] if ends else []
-        starts = [start(each, prompt, learn, shadow=self.shadow, session_id="s" if learn else "") for each in new]
+        given = {"shadow": self.shadow, "rollout": pb.Rollout(group="g", version=len(prompt)) if rollout else None}
+        starts = [start(each, prompt, learn, session_id="s" if learn else "", **given) for each in new]
         self.send(starts=starts, finishes=finishes, may_learn=may_learn)
         for each in new:
-            self.drafter.start(each, array(prompt), learn=learn and may_learn, session_id="s" if learn else None)
+            self.drafter.start(
+                each,
+                array(prompt),
+                learn=learn and may_learn,
+                session_id="s" if learn else None,
+                rollout=Rollout("g", len(prompt)) if rollout else None,
+            )
         self.running |= {*new}
         if ends:
             self.end(new, [1, 2], 0, 1, learn=may_learn)
 
     def end(self, ids, tokens, verified, steps, *, learn):
         for each in [each for each in ids if each in self.running]:
-            self.scored += self.shadow
             self.drafter.finish(each, array(tokens), verified=verified, steps=steps, learn=learn)
         self.running -= {*ids}
 
@@ -221,12 +229,15 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
     def teardown(self):
         self.close_session()
         assert self.namespace.corpus.appended == self.corpus.appended
-        assert self.namespace.shadow.observed == self.namespace.shadow.scored == self.scored
         [use] = self.namespace.facts().uses.values()
         assert (use.offered, use.engine_steps, use.streams) == (self.offered, self.batches, 0)
-        for stats, expected in ((self.namespace.stats, self.stats), (self.namespace.shadow.stats, self.withheld_stats)):
+        for stats, expected in ((self.namespace.stats, self.stats), (self.namespace.shadow, self.withheld_stats)):
             for count, twin in zip(stats.counters, expected.counters, strict=True):
                 assert count.tolist() == twin.tolist()
+            versions = [
+                {version: totals.requests for version, totals in each.by_version.items()} for each in (stats, expected)
+            ]
+            assert versions[0] == versions[1]
         self.opened.__exit__(None, None, None)
         self.corpus.close()
 
@@ -352,3 +363,52 @@ def test_token_ids_outside_the_vocabulary_are_refused_without_effect(namespace):
     }.items():
         assert refused(send(session, **fields), f"{place} holds the id 10; the vocabulary has 10 tokens")
     assert drafted(known) == drafted(send(session, batch=batch({1: ()}, limit=1))) == [6]
+
+
+# What a session learns from the durations of steps.
+
+LOOP = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
+
+
+def ran(*steps, committed=(), verified=0, limit=32):
+    """Return a batch of sequence 1 that reports steps."""
+    return batch_message(replace(progress_of({1: committed}, limit, verified), step_times=steps))
+
+
+def teach(session, seconds_per_token):
+    for index in range(300):
+        tokens = 1 + index % 40
+        send(session, batch=ran(StepTime(tokens, 1, 1 + seconds_per_token * tokens)))
+
+
+def test_each_engine_of_a_namespace_has_a_curve_of_its_own(namespace):
+    sessions = [Session(namespace, Limits()) for _ in range(2)]
+    for session, seconds_per_token in zip(sessions, (0.001, 0.3), strict=True):
+        send(session, starts=[start(1, LOOP)])
+        teach(session, seconds_per_token)
+    fast, slow = [drafted(send(session, batch=batch({1: ()}, 32))) for session in sessions]
+    assert len(fast) > 2 * len(slow) > 0
+    assert namespace.budget_totals.sizes[:, 0].sum() > 500
+    sessions[0].close()
+    sessions[1].close()
+    assert namespace.budget_totals.sizes[:, 0].sum() > 500, "totals of engines that have left are kept"
+
+
+def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
+    session = Session(namespace, Limits())
+    send(session, starts=[start(1, LOOP)])
+    pauses = []
+    for _ in range(30):
+        step = StepTime(2, 1, 0.01, drafting_s=0.02)
+        response = send(session, batch=ran(step, committed=[50], limit=1))
+        pauses.append(response.drafts.pause_steps)
+    assert any(pauses)
+
+
+def test_a_configured_cost_is_not_corrected():
+    with still_namespace(replace(CONFIG, cost=0.02)) as namespace:
+        session = Session(namespace, Limits())
+        send(session, starts=[start(1, LOOP)])
+        before = drafted(send(session, batch=batch({1: ()}, 32)))
+        teach(session, 0.5)
+        assert drafted(send(session, batch=batch({1: ()}, 32))) == before

@@ -1,24 +1,18 @@
 """Shadow mode: withheld drafts are scored as if an engine had verified them, apart from all other counters."""
 
-import asyncio
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.report.build import namespace_report
-from drafter_service.server.admin import SCORED_PER_TURN, learn
-from drafter_service.server.namespace import BURST_S, SHARE, ClosedError, TimeBudget
 from drafter_service.server.session import Session
 from drafter_service.server.shadow import MAX_WAITING, ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import pack
 from ssd.budget.padding import Padding
 from ssd.config import DrafterConfig
 from ssd.types import Progress
-from tests.drafter_service.raw import batch, finish, start, texts
+from tests.drafter_service.raw import batch, finish, start
 from tests.drafter_service.server.opened_namespaces import answered, still_namespace
 from tests.replay import accepted_path, drafter_of, progress_of
 from tests.strategies import array, examples
@@ -97,7 +91,6 @@ def test_the_drafts_of_all_running_sequences_of_a_stream_are_withheld_or_none(na
         assert (drafter.config.draft_shape, drafter.budget.curve.padding(1)) == ("tree", padding)
         assert isinstance(drafter, ShadowDrafter) == shadow
         answered(session, finishes=[finish(1)])
-    assert namespace.shadow.observed == 1
 
 
 def test_tokens_before_the_first_draft_are_a_step_each():
@@ -134,96 +127,4 @@ def test_withheld_sequences_are_learned_as_others(namespace, why):
             namespace.forget("a")
         session.answer(request, may_learn=why != "right")
     assert namespace.corpus.appended == sum(map(len, KNOWN))
-    assert namespace.shadow.stats.committed == 3
-
-
-# --- Finished texts with their prompts
-
-
-def requests_message(*requests, names=()):
-    message = texts(*(np.concatenate(request) for request in requests), names=names)
-    message.prompt_lengths = pack(array([len(prompt) for prompt, _ in requests]), "u4")
-    return message
-
-
-def observe(namespace, *requests, names=()):
-    async def act():
-        total = pb.ObserveResponse()
-        await learn(namespace, requests_message(*requests, names=names), total)
-        return total
-
-    return asyncio.run(act())
-
-
-def test_observed_requests_are_scored_before_they_are_learned(namespace):
-    with still_namespace(CONFIG, KNOWN) as twin:
-        for number, (prompt, output) in enumerate(REQUESTS * 2):
-            observe(namespace, (prompt, output))
-            namespace.corpus.refresh()
-            verifying = twin.new_drafter()
-            verify(verifying, number, prompt, output, limit=namespace.config.max_draft)
-            twin.release(verifying)
-            twin.corpus.refresh()
-        assert counts(namespace.shadow.stats) == counts(twin.stats)
-        assert namespace.corpus.appended == twin.corpus.appended, "of a prompt, the end is learned"
-    report = namespace_report(namespace.facts(), 0.0)
-    assert (report.shadow.observed_requests, report.shadow.scored_requests) == (6, 6)
-    assert report.shadow.drafting.committed == 2 * sum(len(output) for _, output in REQUESTS)
-    assert report.drafting.steps == 0
-    assert not namespace.drafters
-
-
-def test_a_request_is_observed_once(namespace):
-    observe(namespace, REQUESTS[0], REQUESTS[0], REQUESTS[1], names=["a", "a", "b"])
-    assert observe(namespace, REQUESTS[0], names=["a"]).duplicates == 1
-    assert namespace.shadow.observed == 2
-
-
-def test_requests_are_scored_while_there_is_time(namespace):
-    now = [0.0]
-    namespace.shadow_budget = TimeBudget(clock=lambda: now[0])
-    with namespace.shadow_budget.spend():
-        now[0] += BURST_S + 1
-    observe(namespace, *REQUESTS)
-    assert (namespace.shadow.observed, namespace.shadow.scored) == (3, 0)
-    now[0] += 10.5 / SHARE
-    observe(namespace, *REQUESTS)
-    assert (namespace.shadow.observed, namespace.shadow.scored) == (6, 3)
-
-
-def test_scoring_takes_its_share_of_the_time():
-    now, spent = [0.0], 0.0
-    budget = TimeBudget(clock=lambda: now[0])
-    while now[0] < 1000:
-        if budget.is_left():
-            with budget.spend():
-                now[0] += 0.7
-                spent += 0.7
-        now[0] += 0.1
-    assert spent == pytest.approx(SHARE * 1000 + BURST_S, abs=1)
-
-
-def test_scoring_ends_when_the_namespace_is_dropped(namespace):
-    async def act():
-        long = (np.arange(10, dtype=np.uint32), np.arange(10, 2000, dtype=np.uint32) % 100)
-        scoring = asyncio.create_task(learn(namespace, requests_message(long), pb.ObserveResponse()))
-        while not namespace.shadow.stats.steps:
-            await asyncio.sleep(0)
-        namespace.close()
-        with pytest.raises(ClosedError):
-            await scoring
-
-    asyncio.run(act())
-
-
-def test_other_tasks_run_while_a_request_is_scored(namespace):
-    async def act():
-        output = np.arange(2000, dtype=np.uint32) * 7919 % 1000
-        scoring = asyncio.create_task(learn(namespace, requests_message((NO_TOKENS, output)), pb.ObserveResponse()))
-        turns = 0
-        while not scoring.done():
-            await asyncio.sleep(0)
-            turns += 1
-        return turns
-
-    assert asyncio.run(act()) > 2000 // SCORED_PER_TURN
+    assert namespace.shadow.committed == 3

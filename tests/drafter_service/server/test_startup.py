@@ -16,6 +16,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from ssd.errors import UserError
 from tests.drafter_service.guarded import run
+from tests.drafter_service.server.opened_namespaces import raising
 
 
 def health(address, *arguments):
@@ -42,6 +43,7 @@ async def starting(monkeypatch, address):
 
 @run
 async def test_health_and_calls_say_that_kernels_are_compiled(monkeypatch, socket_address):
+    monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", 0.3)
     task, is_compiled, lines = await starting(monkeypatch, socket_address)
     state = f"the drafter at {socket_address} is not ready: compiling kernels, 40 %"
     assert await asyncio.to_thread(health, socket_address) == (2, f"error: {state}")
@@ -94,10 +96,7 @@ async def test_the_shared_log_is_checked_before_kernels_are_compiled(monkeypatch
 
 @run
 async def test_a_service_that_cannot_start_stops_listening(monkeypatch, socket_address):
-    async def load(*_):
-        raise UserError("no folder for kernels")
-
-    monkeypatch.setattr(startup, "_load_server", load)
+    monkeypatch.setattr(startup, "_load_server", raising(UserError("no folder for kernels")))
     with pytest.raises(UserError, match="no folder for kernels"):
         await startup.run_service(ServiceConfig(listen=socket_address), print, print)
     assert "no drafter answers" in (await asyncio.to_thread(health, socket_address))[1]

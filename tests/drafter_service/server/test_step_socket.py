@@ -3,9 +3,8 @@
 import asyncio
 import socket
 import stat
-import struct
 import tempfile
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -25,7 +24,7 @@ from tests.certificates import Authority
 from tests.descriptors import check_accepting
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import TIMEOUT_S, connected, hello
-from tests.servers import served, serving
+from tests.servers import serving
 from tests.strategies import examples
 
 
@@ -69,15 +68,29 @@ LATE = "the authorization did not arrive in time"
 HANDSHAKE = framed(pb.DraftRequest(hello=hello("default")).SerializeToString())
 
 
-def test_connections_without_a_valid_beginning_are_refused(address):
-    assert end_after(address, b"GET / HTTP/1.1\r\n\r\n")[0] is grpc.StatusCode.UNIMPLEMENTED
-    code, reason = end_after(address, MAGIC + HEADER.pack(1 << 20))
-    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "a frame has 1048576 bytes; the maximum is 8192")
-    assert end_after(address, MAGIC[:5], half_closed=True)[0] is grpc.StatusCode.CANCELLED
-    assert end_after(address, MAGIC + framed(b""), half_closed=True) == (grpc.StatusCode.OK, "")
-    # Without access control no token is needed, but this header is malformed.
-    code, reason = end_after(address, MAGIC + framed(b"Basic xyz") + HANDSHAKE)
-    assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "give one authorization of the form: Bearer TOKEN")
+START = MAGIC + framed(b"") + HANDSHAKE
+
+
+@pytest.mark.parametrize(
+    ("data", "half_closed", "code", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", False, "UNIMPLEMENTED", "serves only"),
+        (MAGIC + HEADER.pack(1 << 20), False, "INVALID_ARGUMENT", "a frame has 1048576 bytes; the maximum is 8192"),
+        (MAGIC[:5], True, "CANCELLED", ""),
+        (MAGIC + framed(b""), True, "OK", ""),
+        # Without access control no token is needed, but this header is malformed.
+        (MAGIC + framed(b"Basic xyz") + HANDSHAKE, False, "UNAUTHENTICATED", "of the form: Bearer TOKEN"),
+        (START + HEADER.pack(MAX_MESSAGE_BYTES + 1), False, "INVALID_ARGUMENT", "the maximum is 67108864"),
+        (START + HEADER.pack(0xFFFF_FFFF), False, "INVALID_ARGUMENT", "the maximum is 67108864"),
+        (START + HEADER.pack(100) + b"x", True, "OK", ""),
+    ],
+)
+def test_what_is_no_stream_ends_the_connection_with_a_status(address, data, half_closed, code, reason):
+    status, details = end_after(address, data, half_closed=half_closed)
+    assert status.name == code
+    assert reason in details
+    with connected(address, over_steps=True) as caller:
+        assert caller.stream("default").welcome.namespace == "default"
 
 
 async def ends_of_silent_connections(address, number):
@@ -98,26 +111,10 @@ async def ends_of_silent_connections(address, number):
 
 
 def test_silent_connections_are_limited_and_time_out(socket_address, monkeypatch):
-    monkeypatch.setattr("drafter_service.server.step_socket.AUTHORIZATION_TIMEOUT_S", 0.01)
-    # All but two are refused at once; these two time out.
-    assert asyncio.run(ends_of_silent_connections(socket_address, 2)) == [LATE] * 2
-    monkeypatch.setattr("drafter_service.server.step_socket.AUTHORIZATION_TIMEOUT_S", 1.0)
+    """All but two are refused at once; these two time out."""
+    monkeypatch.setattr("drafter_service.server.step_socket.AUTHORIZATION_TIMEOUT_S", 0.5)
     ends = asyncio.run(ends_of_silent_connections(socket_address, 20))
     assert ends == [LATE] * 2 + ["the service has its 2 streams already"] * 18
-
-
-def test_frames_that_are_too_long_end_the_stream(address):
-    for length in (MAX_MESSAGE_BYTES + 1, 0xFFFF_FFFF):
-        code, reason = end_after(address, MAGIC + framed(b"") + HANDSHAKE + struct.pack("<I", length))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "the maximum is 67108864" in reason
-
-
-def test_an_incomplete_frame_ends_the_stream(address):
-    code, _ = end_after(address, MAGIC + framed(b"") + HANDSHAKE + struct.pack("<I", 100) + b"x", half_closed=True)
-    assert code is grpc.StatusCode.OK
-    with connected(address, over_steps=True) as caller:
-        assert caller.stream("default").welcome.namespace == "default"
 
 
 @run
@@ -135,31 +132,26 @@ async def test_a_stale_socket_is_replaced_and_other_files_are_not(socket_address
 
 
 def test_the_service_sets_the_mode_of_its_sockets_and_its_end_is_that_of_streams(socket_address):
-    with (
-        served("--listen", socket_address, "--socket-mode", "0660") as process,
-        connected(socket_address, over_steps=True) as caller,
-    ):
-        for path in (steps_of(socket_address), Path(socket_address.removeprefix("unix:"))):
-            assert stat.S_IMODE(path.stat().st_mode) == 0o660
-        stream = caller.stream("default")
-        process.terminate()
+    with ExitStack() as stack:
+        caller = stack.enter_context(connected(socket_address, over_steps=True))
+        with serving(listen=socket_address, access=AccessConfig(socket_mode="0660")):
+            for path in (steps_of(socket_address), Path(socket_address.removeprefix("unix:"))):
+                assert stat.S_IMODE(path.stat().st_mode) == 0o660
+            stream = caller.stream("default")
         with pytest.raises(StopIteration):
             stream.read()
     assert not steps_of(socket_address).exists()
 
 
-def test_with_tls_there_is_no_step_socket(tmp_path, socket_address):
+def test_with_tls_there_is_no_step_socket(tmp_path, address, socket_address, monkeypatch):
     ours = Authority(tmp_path, "ours")
     pair = ours.server("localhost")
     with serving(listen=socket_address, access=AccessConfig(pair.certificate, pair.key)):
         assert not steps_of(socket_address).exists()
         with DrafterClient(socket_address, access=ClientAccess(ca=ours.certificate)) as client:
             assert client.lost is None
-
-
-def test_a_client_with_a_ca_does_not_use_the_step_socket(tmp_path, address, monkeypatch):
+    # Where there is one, a client with a CA does not use it.
     monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", 0.5)
-    ours = Authority(tmp_path, "ours")
     with pytest.raises(UserError):
         DrafterClient(address, access=ClientAccess(ca=ours.certificate))
 

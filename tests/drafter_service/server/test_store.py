@@ -52,14 +52,12 @@ def test_a_description_is_read_back(store):
     assert read(written(store)) == description()
     assert read(store).samples() == [SAMPLE]
     assert read(store, "b") is None
-    assert store.known == {"a": KnownNamespace(description().model, description().tokens)}
-
-
-def test_fields_that_a_description_lacks_have_defaults(store):
-    store.make_folder("a")
-    (store.folder / "a" / DESCRIPTION).write_text('{"name": "a", "model": {}, "history": [[1, 2]]}')
-    kept = read(store)
+    # Fields that a description lacks have defaults.
+    store.make_folder("c")
+    (store.folder / "c" / DESCRIPTION).write_text('{"name": "c", "model": {}, "history": [[1, 2]]}')
+    kept = read(store, "c")
     assert (kept.clients, kept.log_position, kept.samples()) == (ClientTotals(), None, [])
+    assert store.known == {"a": KnownNamespace(description().model, description().tokens)}
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"name": 5}', '{"name": "a", "model": {"vocab_size": "x"}}'])
@@ -86,16 +84,6 @@ def test_a_namespace_exists_with_either_file(store):
     assert [store.has(name) for name in ("a", "b", "empty", "stray", "c")] == [True, True, False, False, False]
 
 
-def test_all_files_of_a_namespace_are_deleted(store):
-    written(store).corpus_path("a").touch()
-    assert read(store) == description()
-    assert store.set_aside == {"a": ["corpus.refused"]}
-    store.delete("a")
-    assert not (store.folder / "a").exists()
-    assert store.set_aside == {}
-    store.delete("a")
-
-
 def test_no_file_that_was_set_aside_replaces_another(store):
     written(store)
     for content in ("first", "second", "third"):
@@ -110,6 +98,12 @@ def test_no_file_that_was_set_aside_replaces_another(store):
     assert (again.names(), again.has("a")) == (["a"], True)
     assert again.remove_set_aside("a") == names
     assert (again.set_aside, again.remove_set_aside("a"), files_of(store)) == ({}, [], [])
+    # All files of a namespace are deleted.
+    store.corpus_path("a").write_text("damaged")
+    for _ in range(2):
+        store.delete("a")
+        assert (store.set_aside, store.known, store.names()) == ({}, {}, [])
+    assert not (store.folder / "a").exists()
 
 
 def test_a_damaged_file_that_cannot_be_renamed_stays(store, monkeypatch):
@@ -179,18 +173,13 @@ def test_a_failed_write_keeps_the_old_description(store, monkeypatch):
     assert os.listdir(store.folder / "a") == [DESCRIPTION]
 
 
-def test_what_a_killed_write_has_left_is_replaced(store):
+def test_files_are_readable_by_their_owner_only_and_replace_what_a_killed_write_has_left(store):
     written(store)
+    paths = (store.folder, store.folder / "a", store.folder / "a" / DESCRIPTION)
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o700, 0o700, 0o600]
     (store.folder / "a" / f".{DESCRIPTION}.part").write_text("half")
     assert read(written(store)) == description()
     assert files_of(store) == [DESCRIPTION]
-
-
-def test_files_are_readable_by_their_owner_only(store):
-    written(store)
-    for path in (store.folder, store.folder / "a"):
-        assert path.stat().st_mode & 0o777 == 0o700
-    assert (store.folder / "a" / DESCRIPTION).stat().st_mode & 0o777 == 0o600
 
 
 def test_an_unusable_folder_is_an_error_that_names_the_setting(tmp_path):
@@ -200,13 +189,8 @@ def test_an_unusable_folder_is_an_error_that_names_the_setting(tmp_path):
             Store(folder)
 
 
-@pytest.mark.parametrize("name", ["a", "Llama-3.1-8B", "team_a@eu", "_", "0", "a" * 128, "a..b"])
-def test_valid_names(name):
-    assert NAME.fullmatch(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/b", "/a", "a\\b", ".a", "-a", "a b", "a\n", "a\0", "é", "a" * 129, "a:b", "~"]
-)
-def test_invalid_names(name):
-    assert not NAME.fullmatch(name)
+def test_names_are_those_of_folders():
+    for name in ("a", "Llama-3.1-8B", "team_a@eu", "_", "0", "a" * 128, "a..b"):
+        assert NAME.fullmatch(name)
+    invalid = ["", ".", "..", "../x", "a/b", "/a", "a\\b", ".a", "-a", "a b", "a\n", "a\0", "é", "a" * 129, "a:b", "~"]
+    assert not any(map(NAME.fullmatch, invalid))

@@ -1,8 +1,9 @@
 """Draft streams of the real server: handshakes, drafts, and refusals with their status."""
 
 import asyncio
-import itertools
+import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import grpc
 import pytest
 
 from drafter_service.auth.callers import access_control
+from drafter_service.auth.watched import Watched
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
@@ -46,7 +48,15 @@ STREAMS = 40
 
 
 @pytest.fixture(scope="module")
-def service():
+def checked_always():
+    """Let the callers file be checked at each use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drafter_service.auth.callers.Watched", partial(Watched, check_interval_s=0.0))
+        yield
+
+
+@pytest.fixture(scope="module")
+def service(checked_always):
     """Yield callers of one server, by name; `service.file` is the callers file."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address, file = f"unix:{folder}/drafter.sock", Path(folder) / "callers.toml"
@@ -82,13 +92,18 @@ def caller(calling):
 
 def test_a_handshake_is_answered(caller, name):
     stream = caller.stream()
-    response = stream.exchange(step=3, hello=hello(name), starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
+    engine = {"client": "vllm/0.32.0 ssd-drafter/0.1.0", "engine": "node-1:1"}
+    greeting = pb.Hello(protocol=3, namespace=name, **engine)
+    response = stream.exchange(step=3, hello=greeting, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
     assert (response.step, response.welcome.protocol, response.welcome.namespace) == (3, 3, name)
     assert response.welcome.may_learn
     assert response.welcome.max_draft == 32
     assert (response.welcome.max_sequences, response.welcome.max_tokens) == (500, 1_000_000)
     assert drafted(response) == [6, 5]
     assert not stream.exchange(step=4).HasField("welcome")
+    [namespace] = json.loads(caller.call("Report", namespace=name).json)["namespaces"]
+    [row] = namespace["by_client"]
+    assert {**row, **engine, "streams": 1, "engine_steps": 1, "offered": 2, "late_steps": 0} == row
 
 
 @pytest.mark.parametrize("shape", [None, "path", "tree"])
@@ -100,19 +115,6 @@ def test_drafts_have_the_shape_that_the_engine_verifies(caller, name, shape):
     response = caller.stream().exchange(hello=handshake, starts=[start(1, [5, 6, 7, 5, 6, 8, 5, 6])], batch=wanted)
     parents = drafts_in(response.drafts, 1).parents_of(0).tolist()
     assert parents.count(ROOT) == (2 if shape == "tree" else 1)
-
-
-def test_an_old_namespace_serves_clients_that_send_the_configuration(caller):
-    """Also copies of its folder, once a client of its own folder was there."""
-    old = {"name": "Old-1B", "tokenizer": "old", "vocab_size": 500}
-    new = {**old, "vocabulary": "v", "configuration": "llama:c"}
-    copied = {**new, "name": "copied", "tokenizer": "saved again"}
-    names = [caller.stream("", **model).welcome.namespace for model in (old, new, copied, old)]
-    assert names[0].startswith("Old-1B-")
-    assert {*names} == {names[0]}
-    assert caller.observe("", model=pb.Model(**copied)).namespace == names[0]
-    (row,) = [row for row in caller.call("ListNamespaces").namespaces if row.name == names[0]]
-    assert row.is_default
 
 
 def test_an_empty_namespace_names_another_one_with_text_of_the_same_tokenizer(caller, name):
@@ -131,12 +133,14 @@ def test_an_empty_namespace_names_another_one_with_text_of_the_same_tokenizer(ca
         (hello("../etc"), "INVALID_ARGUMENT", "a namespace cannot be called '../etc'"),
         (hello("x" * 1_000_000), "INVALID_ARGUMENT", "a namespace cannot be called"),
         (hello("n", name="m" * 600), "INVALID_ARGUMENT", "model.name has 600 characters"),
+        *(
+            (pb.Hello(protocol=3, engine=engine), "INVALID_ARGUMENT", "is not a name of an engine")
+            for engine in ("a b", 'a"b', "a\n", "é", "x" * 129)
+        ),
     ],
 )
 def test_an_invalid_handshake_is_refused_with_a_reason(caller, handshake, code, message):
-    stream = caller.stream()
-    stream.send(hello=handshake)
-    status, details = stream.refusal()
+    status, details = caller.stream().refusal(hello=handshake)
     assert status.name == code
     assert message in details
     assert len(details) < 400
@@ -160,15 +164,6 @@ def test_a_stream_without_a_handshake_is_refused(caller, first):
     stream = caller.stream()
     stream.send(first)
     assert stream.refusal() == (INVALID_ARGUMENT, "the first request of a stream has no hello")
-
-
-def test_streams_learn_from_each_other_and_have_separate_sequences(caller, name):
-    first, second = caller.stream(name), caller.stream(name)
-    first.exchange(starts=[start(1, [1, 2, 3])])
-    assert lost(second.exchange(finishes=[finish(1)])) == [1]
-    first.exchange(finishes=[finish(1, [4, 5, 6])])
-    sequence_ids = itertools.count(2)
-    assert eventually(lambda: second.draft(i := next(sequence_ids), starts=[start(i, [1, 2, 3])], limit=3)) == [4, 5, 6]
 
 
 def test_the_sequences_of_a_stream_end_with_it(caller, name):
@@ -201,19 +196,14 @@ def test_a_refusal_does_not_reveal_whether_a_namespace_exists(calling, caller, n
         assert alice.stream(f"alice-{name}").welcome.may_learn
         refusals = []
         for asked in (f"{name}-known", f"{name}-empty"):
-            stream = alice.stream()
-            stream.send(hello=hello(asked))
-            status, details = stream.refusal()
+            status, details = alice.stream().refusal(hello=hello(asked))
             assert status is grpc.StatusCode.PERMISSION_DENIED
             refusals.append(details.replace(asked, "..."))
         assert refusals[0] == refusals[1] == "caller 'alice' has no read right to namespace '...'"
     with calling("learner") as learner:
-        stream = learner.stream()
-        stream.send(hello=hello(name))
-        assert stream.refusal()[0] is grpc.StatusCode.PERMISSION_DENIED
+        assert learner.stream().refusal(hello=hello(name))[0] is grpc.StatusCode.PERMISSION_DENIED
     with calling("stranger") as stranger:
-        stream = stranger.stream()
-        assert stream.refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known")
+        assert stranger.stream().refusal() == (grpc.StatusCode.UNAUTHENTICATED, "the bearer token is not known")
 
 
 @pytest.mark.parametrize(("left", "code"), [(None, "UNAUTHENTICATED"), ("learn", "PERMISSION_DENIED")])

@@ -17,7 +17,6 @@ from drafter_service.observability.facts import (
     NamespaceFacts,
     Sample,
     ServiceFacts,
-    ShadowUse,
 )
 from drafter_service.observability.report.schema import ClientTotals, CorpusReport, SharedLogReport
 from drafter_service.stubs import drafter_pb2 as pb
@@ -65,7 +64,7 @@ def new_namespace(name="default", **changes):
         "history": History(),
         "corpus": corpus_of(16_000_000),
         "clients": ClientTotals(),
-        "shadow": ShadowUse(Stats()),
+        "shadow": Stats(),
         "memory_bytes": 3_000_000,
         "streams": 0,
         "sequences": 0,
