@@ -52,6 +52,8 @@ def test_names_times_and_tags_survive(tmp_path):
     corpus.refresh()
     assert command.requests == 1
     assert [corpus.text_of(name).tolist() for name in ("one", "three")] == [[], [6]]
+    snapshot.save(corpus, source)
+    assert list(documents_in(source)[0].values()) == [[6]]
 
 
 def test_a_time_to_come_is_taken_for_now(tmp_path):
