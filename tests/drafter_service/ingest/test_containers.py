@@ -137,7 +137,7 @@ def documents_in_pipe(path, content):
     """Return what `documents_in` returns for a pipe with this content."""
     writer = threading.Thread(target=path.write_bytes, args=[content])
     writer.start()
-    found = documents_in(path, reading=small())
+    found = documents_in(path, reading=Reading(block_bytes=1 << 14))
     writer.join()
     return found
 
