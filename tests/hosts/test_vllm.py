@@ -25,30 +25,23 @@ from unittest import mock
 
 import pytest
 
+from tests.hosts import vllm_server
+from tests.hosts.vllm_server import DEADLINE_S, MODEL, ROOT
 from tests.servers import served
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make hosts` runs these tests", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "engine" / "models" / "assets" / "stdlib-7m"
-HEADS = FOLDER.parent / "stdlib-7m-heads"
+HEADS = MODEL.parent / "stdlib-7m-heads"
 PROMPTS = 20
 MAX_TOKENS = 128
 STOP = ["\n\n", "self."]
-DEADLINE_S = 0.5
 TIMEOUT_S = 600
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+ENVIRONMENT = {**vllm_server.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def prompts():
-    lines = (FOLDER / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
+    lines = (MODEL / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
     return [json.loads(line)["prompt"] for line in lines]
 
 
@@ -90,7 +83,7 @@ def engine(drafts=None, network="", **options):
             "num_speculative_tokens_per_batch_size": [(1, 256, 4)],
         }
     options = {"max_model_len": 1024, **options}
-    llm = LLM(str(FOLDER), dtype="float32", enforce_eager=True, disable_log_stats=False, **options)
+    llm = LLM(str(MODEL), dtype="float32", enforce_eager=True, disable_log_stats=False, **options)
     try:
         yield llm
     finally:
@@ -315,7 +308,7 @@ def trained(llm, folder):
     outputs["asleep"] = core.engine_core.engine_core.is_sleeping()
     llm.wake_up()
     outputs["after sleep"] = tokens(generate(llm, prompts(), at_once=True))
-    for version, (name, path) in enumerate((("other weights", folder), ("first weights", FOLDER)), 1):
+    for version, (name, path) in enumerate((("other weights", folder), ("first weights", MODEL)), 1):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
         outputs["reset"] = llm.reset_prefix_cache()
         options = {"at_once": True, "extra_args": {"ssd_version": version}}
@@ -348,7 +341,7 @@ def other_weights():
 
     with tempfile.TemporaryDirectory(prefix="ssd-") as parent:
         folder = Path(parent) / "model"
-        shutil.copytree(FOLDER, folder)
+        shutil.copytree(MODEL, folder)
         weights = load_file(folder / "model.safetensors")
         noise = torch.Generator().manual_seed(0)
         changed = {name: each + 0.02 * torch.randn(each.shape, generator=noise) for name, each in weights.items()}

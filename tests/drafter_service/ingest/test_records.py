@@ -46,6 +46,7 @@ from drafter_service.ingest.sessions import (
     Unread,
     markdown_chat,
 )
+from tests.strategies import examples
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,25 +61,10 @@ BROKEN = {"role": "assistant", "content": "Well.", "tool_calls": [{"function": {
 CHUNK = {"id": "c", "object": "chat.completion.chunk"}
 VERCEL = [
     {"type": "tool-look", "toolCallId": "1", "state": "output-available", "input": {"at": "it"}, "output": {"x": 1}},
-    {
-        "type": "dynamic-tool",
-        "toolName": "look",
-        "toolCallId": "1",
-        "state": "output-available",
-        "input": {"at": "it"},
-        "output": {"x": 1},
-    },
-    {
-        "type": "tool-invocation",
-        "toolInvocation": {
-            "state": "result",
-            "toolCallId": "1",
-            "toolName": "look",
-            "args": {"at": "it"},
-            "result": {"x": 1},
-        },
-    },
-]
+    {"type": "dynamic-tool", "toolName": "look", "toolCallId": "1", "input": {"at": "it"}, "output": {"x": 1}},
+    {"type": "tool-invocation", "toolInvocation": {
+        "state": "result", "toolCallId": "1", "toolName": "look", "args": {"at": "it"}, "result": {"x": 1}}},
+]  # fmt: skip
 THREADED = {"object": "thread.message", "thread_id": "t", "status": "completed", "role": "assistant",
             "content": [{"type": "text", "text": {"value": "Because.", "annotations": []}}]}  # fmt: skip
 
@@ -1092,6 +1078,7 @@ VALUES = st.recursive(
 )
 
 
+@examples(100)
 @given(
     values=st.lists(VALUES, max_size=4), fields=st.lists(st.sampled_from(("a", "messages", "choices.0")), max_size=2)
 )
