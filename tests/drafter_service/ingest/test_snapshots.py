@@ -75,6 +75,11 @@ def test_the_pieces_of_a_long_request_are_one_document(tmp_path, name):
     assert list(documents.values()) == [first.tolist(), long.tolist(), [3]]
 
 
+def test_requests_without_names_are_not_joined(tmp_path):
+    source = saved(tmp_path / "a.ssd", ([1, 2], None, 0, 100.0), ([3, 4], None, 0, 100.0))
+    assert list(documents_in(source)[0].values()) == [[1, 2], [3, 4]]
+
+
 def test_the_copy_of_a_remote_snapshot_has_no_name(tmp_path, monkeypatch):
     fsspec.filesystem("memory").pipe("/remote.ssd", saved(tmp_path / "a.ssd", ([1, 2], "one", 0, 1.0)).read_bytes())
     folder, listed = tmp_path / "temporary", []
