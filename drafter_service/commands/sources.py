@@ -32,7 +32,7 @@ class SourceFlags:
 
     sources: Annotated[tuple[str, ...], Flag("--from", "PATH_OR_URL...")]
     """Files, folders, globs, URLs (s3://, gs://, https://), pipes, or - for standard input: logs as JSON, CSV, Parquet
-    or Arrow, source code and prose, token arrays (.npy, .npz), snapshots; compressed, too."""
+    or Arrow, source code, token arrays (.npy, .npz), snapshots; compressed, too."""
     tokenizer: Path | None = None
     """Folder of the target model, with its tokenizer.json, or its GGUF file; needed for text."""
     fields: Annotated[tuple[str, ...], Flag("--field", "PATH")] = ()
@@ -40,7 +40,7 @@ class SourceFlags:
     turns[].content; it may be a message or a list of messages, too. If repeated, the last one is the output and the
     others are its prompt.  [default: known formats]"""
     text: bool = False
-    """Read every file as text, and learn all of it, whatever its format."""
+    """Read every file as text, and learn all of it, whatever its format; needed for prose, such as documentation."""
     dry_run: bool = False
     """Read everything, show what is found and what would be skipped, and stop. Needs no service. Ctrl-C shows what was
     found so far."""

@@ -1,6 +1,6 @@
 """All files of a load as batches of documents: the container of a file is detected by its content, and read.
 
-What is neither a known container nor text by its name is refused.
+What is neither a known container nor source code by its name is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsspec.implementations.zip import ZipFileSystem
 from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
 from drafter_service.ingest.formats import read_records
-from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
+from drafter_service.ingest.json_text import NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
 from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.sessions import AIDER_BEGINS, Record, markdown_chat
@@ -34,11 +34,10 @@ SOURCE = (
     "proto ps1 py pyi pyx r rb rkt rs s scala scm scss sh sol sql sv svelte swift tcl tf toml ts tsx v vb vhd vim vue "
     "zig zsh"
 )
+SOURCE_NAMES = frozenset(("dockerfile", "makefile"))
+"""Suffixes and names, without suffixes, of files that are source code or configuration, which is learned as text."""
 PROSE = frozenset((".adoc", ".markdown", ".md", ".org", ".rst", ".tex", ".text", ".txt"))
-TEXT_NAMES = frozenset(
-    ("authors", "changelog", "contributing", "dockerfile", "license", "makefile", "notice", "readme")
-)
-"""Suffixes and names of files that are text. Text of prose may be a log, too, which is looked for in it."""
+"""Suffixes of texts, which are logs only if most of their lines are."""
 BY_MAGIC = {
     MAGIC: "snapshot",
     b"PAR1": "Parquet",
@@ -58,36 +57,14 @@ SQLITE = "a database of SQLite; export its messages to JSON"
 BINARY = "a file that is neither text nor of a known format"
 INSPECT = ("_journal/start.json", "_journal/summaries/", "header.json", "summaries.json")
 """Members of Inspect's logs that only repeat facts of the samples in the others."""
-NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns all of it as text"
-CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
-ONE_SIDE = "the user's side of chats as text, which no model wrote; --text learns it"
+NOT_TEXT = "a file that is neither JSON nor a table, nor source code by its name; --text learns all of it as text"
 NOTEBOOK = "a notebook, whose outputs are those of programs; export its answers to JSON, or its code to .py"
 YAML = "YAML, which is not read; convert it to JSON, or --text learns all of it as text, not only the model's part"
-DRAWN = "a table drawn with box characters, whose texts are cut; --text learns it as it is"
-VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
-VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
-NOTEBOOK_HEAD = re.compile(rb'\s*\{(?=.*"cells"\s*:)(?=.*"(cell_type|nbformat)")', re.DOTALL)
 CASSETTE = re.compile(rb"(---\s+)?(http_)?interactions:\s")
 DOCUMENT = re.compile(rb"(---|%YAML)[^\n]*\n(?!\s*[\[{])")
 """Beginnings of YAML: of recordings of HTTP (VCR), and of other documents."""
-BOXED = re.compile(r"\s*[\u2500-\u257f].*[\u2500-\u257f]\s*")
-"""Lines of tables and boxes, unlike those of trees of folders."""
-DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
-CHAT_LINE = re.compile(
-    rb"^(?:[^\w\n]|_){0,9}(?:\S{1,20} \d{1,4}[^\w\n]{1,9}|\d[\d:./TZ -]{6,30}[^\w\n]{1,9})?"
-    rb"(?:(user|human|usuario|observation(?=[ \d]*:)|(?<=# )prompt(?=:))"
-    rb"|(assistant|asistente|agent|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|cursor|(?<=# )response(?=:)"
-    rb"|(?:thought|action)(?=[ \d]*:)))"
-    rb"(?:[^\w\n]|_){0,9}(?:\d*:|$|(?<=[(\[])(?:\d{4}-|[^\n]{0,60}\d:\d\d))",
-    re.IGNORECASE | re.MULTILINE,
-)
-"""Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text. The
-role may have a number or a time before it ("Turn 1 - User"), and a time in brackets after it."""
-COPIED_CHAT = re.compile(
-    rb"\s*[\w.@-]{1,39}: .*^GitHub Copilot: |.*^\xe2\x8f\xba .*^ *\xe2\x8e\xbf ", re.DOTALL | re.MULTILINE
-)
-"""A chat copied from VS Code (parts of a user, by name, and of the model, which has messages of tools in it) or from
-Claude Code (parts of the model or calls, and results of tools)."""
+REQUESTS_OF_AIDER = b"TO LLM "
+"""Beginning of aider's history of requests."""
 BATCH_BLOCKS = 8
 """Maximum number of blocks that are read for a batch."""
 
@@ -166,7 +143,7 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
 
 
 def kind_of(opened: Opened, *, as_text: bool = False) -> str:
-    """Return the container of a file. Raises RecordError for a file that is empty, unknown, or not to be learned."""
+    """Return the container of a file. Raises RecordError for a file that is empty or not known."""
     head, suffix = opened.head, opened.file.suffix
     kind = next((kind for magic, kind in BY_MAGIC.items() if head.startswith(magic)), None)
     if kind == "zip":
@@ -177,44 +154,22 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         raise RecordError(opened.problem or EMPTY)
     if b"\0" in head:
         raise RecordError(SQLITE if head.startswith(b"SQLite format 3") else BINARY)
-    if not as_text and (suffix == ".ipynb" or NOTEBOOK_HEAD.match(head)):
+    if not as_text and suffix == ".ipynb":
         raise RecordError(NOTEBOOK)
-    if as_text or suffix[1:] in SOURCE.split() or PurePosixPath(opened.file.path).stem.lower() in TEXT_NAMES:
+    if as_text or suffix[1:] in SOURCE.split() or PurePosixPath(opened.file.path).stem.lower() in SOURCE_NAMES:
         return "text"
     is_yaml = suffix in (".yaml", ".yml") or CASSETTE.match(head) or (suffix not in PROSE and DOCUMENT.match(head))
     if is_yaml and head.lstrip()[:1] not in (b"{", b"["):
         raise RecordError(YAML)
-    if head.startswith(b"TO LLM "):  # aider's history of requests
-        raise RecordError(CHAT_LOG)
+    if head.startswith(REQUESTS_OF_AIDER):
+        raise RecordError(NOT_TEXT)
     if layout := layout_of(head, suffix, share=0.5 if suffix in PROSE else 0.1):
         return layout
     if suffix in (".csv", ".tsv") or is_csv(head):
         return "CSV"
     if AIDER_BEGINS.encode() in head:
         return "Markdown chat"
-    if VLLM_LINE.search(head):
-        raise RecordError(VLLM_LOG)
-    if suffix not in PROSE:
-        raise RecordError(NOT_TEXT)
-    lines = [line for line in head.decode(errors="replace").splitlines() if line.strip()]
-    if 2 * sum(BOXED.fullmatch(line) is not None for line in lines) > len(lines):
-        raise RecordError(DRAWN)
-    if DICT.match(head):
-        raise RecordError(NOT_JSON)
-    if COPIED_CHAT.match(head):
-        raise RecordError(CHAT_LOG)
-    users, models = map(any, zip(*CHAT_LINE.findall(head) or [("", "")], strict=True))
-    if users and (models or any(_is_of_users(re.split(end, head)) for end in (b"\n", rb"\n[ \t\r]*\n"))):
-        raise RecordError(CHAT_LOG if models else ONE_SIDE)
-    return "text"
-
-
-def _is_of_users(parts: list[bytes]) -> bool:
-    """Return whether most lines or paragraphs of a text, and at least two, begin as those of a user in a chat."""
-    parts = [part for part in parts if part.strip()]
-    marks = [CHAT_LINE.match(part.lstrip(b"\n")) for part in parts]
-    count = sum(mark is not None and mark[1] is not None for mark in marks)
-    return count > max(1, len(parts) // 2)
+    raise RecordError(NOT_TEXT)
 
 
 def _kind_of_archive(names: list[str]) -> str:

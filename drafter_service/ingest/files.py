@@ -111,7 +111,7 @@ class Opened:
 
     def seekable(self) -> BinaryIO:
         """Return the uncompressed content as a stream that can seek. Raises RecordError if there is none."""
-        if not self._source.seekable():
+        if not (self._raw.seekable() and self._source.seekable()):
             raise RecordError(NOT_SEEKABLE)
         self._source.seek(0)
         return cast(BinaryIO, self._source)

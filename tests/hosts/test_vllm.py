@@ -19,37 +19,29 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from tests.hosts import vllm_server
+from tests.hosts.vllm_server import DEADLINE_S, MODEL, ROOT
 from tests.servers import served
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make hosts` runs these tests", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "engine" / "models" / "assets" / "stdlib-7m"
-HEADS = FOLDER.parent / "stdlib-7m-heads"
+HEADS = MODEL.parent / "stdlib-7m-heads"
 PROMPTS = 20
 MAX_TOKENS = 128
 STOP = ["\n\n", "self."]
-DEADLINE_S = 0.5
 TIMEOUT_S = 600
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+ENVIRONMENT = {**vllm_server.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def prompts():
-    lines = (FOLDER / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
+    lines = (MODEL / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
     return [json.loads(line)["prompt"] for line in lines]
 
 
@@ -91,7 +83,7 @@ def engine(drafts=None, network="", **options):
             "num_speculative_tokens_per_batch_size": [(1, 256, 4)],
         }
     options = {"max_model_len": 1024, **options}
-    llm = LLM(str(FOLDER), dtype="float32", enforce_eager=True, disable_log_stats=False, **options)
+    llm = LLM(str(MODEL), dtype="float32", enforce_eager=True, disable_log_stats=False, **options)
     try:
         yield llm
     finally:
@@ -123,13 +115,6 @@ def counters(llm):
 
 def session_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler.ssd_session
-
-
-def wait_for_connection(llm):
-    drafter = session_of(llm).namespaces.find("", "").drafter
-    until = time.monotonic() + 30
-    while drafter.lost is not None and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def report(address):
@@ -323,7 +308,7 @@ def trained(llm, folder):
     outputs["asleep"] = core.engine_core.engine_core.is_sleeping()
     llm.wake_up()
     outputs["after sleep"] = tokens(generate(llm, prompts(), at_once=True))
-    for version, (name, path) in enumerate((("other weights", folder), ("first weights", FOLDER)), 1):
+    for version, (name, path) in enumerate((("other weights", folder), ("first weights", MODEL)), 1):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
         outputs["reset"] = llm.reset_prefix_cache()
         options = {"at_once": True, "extra_args": {"ssd_version": version}}
@@ -356,7 +341,7 @@ def other_weights():
 
     with tempfile.TemporaryDirectory(prefix="ssd-") as parent:
         folder = Path(parent) / "model"
-        shutil.copytree(FOLDER, folder)
+        shutil.copytree(MODEL, folder)
         weights = load_file(folder / "model.safetensors")
         noise = torch.Generator().manual_seed(0)
         changed = {name: each + 0.02 * torch.randn(each.shape, generator=noise) for name, each in weights.items()}
@@ -380,32 +365,6 @@ def test_what_a_trainer_does_between_and_within_rollouts(folder):
     assert expected["first weights"] == [first] * 2
     assert all(one != other for one, other in zip(expected["other weights"][0], first, strict=True))
     assert expected["asleep"]
-
-
-def says_lost_and_resumed(log):
-    """Return whether each loss was logged once, and its end once. On a slow machine there may be several."""
-    pairs = list(zip(log[::2], log[1::2], strict=True))
-    return bool(pairs) and all("no connection" in lost and "drafting resumes" in resumed for lost, resumed in pairs)
-
-
-def no_sidecar():
-    """Start without a sidecar, which is started later."""
-    with socket() as address, engine(8) as llm:
-        outputs = [tokens(generate(llm, prompts()[:5]))]
-        with sidecar(address):
-            wait_for_connection(llm)
-            outputs += [tokens(generate(llm, prompts()[:5])) for _ in range(2)]
-            session_of(llm).close()
-        return {"outputs": outputs, "counters": vars(session_of(llm).counters)}
-
-
-def test_a_sidecar_may_be_started_later(plain, folder):
-    result = run("no_sidecar", folder)
-    assert result["outputs"] == [plain["outputs"][:5]] * 3
-    assert result["counters"]["accepted"] > 0
-    absent, *lines = result["log"]
-    assert "no drafter answers at" in absent
-    assert says_lost_and_resumed(lines)
 
 
 def test_the_example_accepts_drafts(socket_address):

@@ -46,6 +46,7 @@ from drafter_service.ingest.sessions import (
     Unread,
     markdown_chat,
 )
+from tests.strategies import examples
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,25 +61,10 @@ BROKEN = {"role": "assistant", "content": "Well.", "tool_calls": [{"function": {
 CHUNK = {"id": "c", "object": "chat.completion.chunk"}
 VERCEL = [
     {"type": "tool-look", "toolCallId": "1", "state": "output-available", "input": {"at": "it"}, "output": {"x": 1}},
-    {
-        "type": "dynamic-tool",
-        "toolName": "look",
-        "toolCallId": "1",
-        "state": "output-available",
-        "input": {"at": "it"},
-        "output": {"x": 1},
-    },
-    {
-        "type": "tool-invocation",
-        "toolInvocation": {
-            "state": "result",
-            "toolCallId": "1",
-            "toolName": "look",
-            "args": {"at": "it"},
-            "result": {"x": 1},
-        },
-    },
-]
+    {"type": "dynamic-tool", "toolName": "look", "toolCallId": "1", "input": {"at": "it"}, "output": {"x": 1}},
+    {"type": "tool-invocation", "toolInvocation": {
+        "state": "result", "toolCallId": "1", "toolName": "look", "args": {"at": "it"}, "result": {"x": 1}}},
+]  # fmt: skip
 THREADED = {"object": "thread.message", "thread_id": "t", "status": "completed", "role": "assistant",
             "content": [{"type": "text", "text": {"value": "Because.", "annotations": []}}]}  # fmt: skip
 
@@ -142,19 +128,17 @@ def codex(**payload):
     return {"timestamp": "2026-01-01T00:00:00Z", "type": "response_item", "payload": payload}
 
 
+ALONE, ANSWERED = [(None, "Because.")], [(["Why?"], "Because.")]
+LOOKED = [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]
+"""What most cases are read as: an answer without its prompt, with it, and after a tool call."""
 CASES = {
     "OpenAI, streamed chunks": [
-        (deltas({"role": "assistant", "content": ""}, {"content": "Be"}, {"content": "cause."}), [(None, "Because.")]),
+        (deltas({"role": "assistant", "content": ""}, {"content": "Be"}, {"content": "cause."}), ALONE),
         (deltas({"reasoning_content": "Hm."}, {"content": "So."}, {}), [(None, "Hm.\n\nSo.")]),
-        (deltas({"tool_calls": [{"index": 0, "id": "1", "function": {"name": "look", "arguments": ""}}]},
-                {"tool_calls": [{"index": 0, "function": {"arguments": '{"at": '}}]},
-                {"tool_calls": [{"index": 0, "function": {"arguments": '"it"}'}}]}), [(None, CALLED)]),
         ([{"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": end}]}
-          for text, end in (("Be", None), ("cause.", "stop"))], [(None, "Because.")]),
+          for text, end in (("Be", None), ("cause.", "stop"))], ALONE),
         ([CHUNK | {"choices": [{"index": index, "delta": {"content": text}}]}
           for index, text in ((0, "a"), (1, "b"), (0, "c"), (1, "d"))], [(None, "ac"), (None, "bd")]),
-        ([one for two in zip(deltas({"content": "a"}, {"content": "b"}), deltas({"content": "c"}, {"content": "d"}, id="d"),
-                             strict=True) for one in two], [(None, "ab"), (None, "cd")]),
     ],
     "streamed events of other APIs": [
         ([{"type": "message_start", "message": {"id": "m", "content": []}},
@@ -181,28 +165,25 @@ CASES = {
           {"contentBlockDelta": {"contentBlockIndex": 2, "delta": {"toolUse": {"input": '{"at": "it"}'}}}},
           {"messageStop": {"stopReason": "tool_use"}}], [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
         ([{"type": "response.output_text.delta", "delta": "Be"},
-          {"type": "response.completed", "response": {"id": "r", "output": [ANSWER | {"type": "message"}]}}],
-         [(None, "Because.")]),
+          {"type": "response.completed", "response": {"id": "r", "output": [ANSWER | {"type": "message"}]}}], ALONE),
     ],
     "Ollama": [
         ([{"model": "m", "message": {"content": "Be"}, "done": False}, {"model": "m", "message": {"content": "cause."}, "done": True}],
-         [(None, "Because.")]),
+         ALONE),
         ([{"model": "m", "prompt": "Why?", "response": "Because.", "done": True}], [("Why?", "Because.")]),
-        ([{"model": "m", "message": {"content": "So.", "thinking": "Hm."}, "done": True}], [(None, "Hm.\n\nSo.")]),
         ([{"model": "m", "message": {"content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]},
            "done": True}], [(None, CALLED)]),
     ],
     "llama.cpp": [
         ([{"content": "Because.", "prompt": "Why?", "stop": True, "tokens": []}], [("Why?", "Because.")]),
-        ([{"content": "Be", "stop": False, "tokens": [1]}, {"content": "cause.", "stop": True, "tokens": [2]}], [(None, "Because.")]),
+        ([{"content": "Be", "stop": False, "tokens": [1]}, {"content": "cause.", "stop": True, "tokens": [2]}], ALONE),
     ],
     "OpenHands, events": [
         ([{"id": 0, "source": "user", "action": "message", "args": {"content": "Why?"}},
           {"id": 1, "source": "agent", "action": "run", "args": {"command": "ls", "thought": "I look."},
            "tool_call_metadata": {"model_response": {"id": "r", "choices": [{"message": CALLING}]}}},
           {"id": 2, "source": "agent", "observation": "run", "content": "seen", "extras": {}},
-          {"id": 3, "source": "agent", "action": "finish", "args": {"thought": "Because."}}],
-         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+          {"id": 3, "source": "agent", "action": "finish", "args": {"thought": "Because."}}], LOOKED),
     ],
     "messages, one per record": [
         (OPENCODE, STEPS),
@@ -217,12 +198,10 @@ CASES = {
           {"role": "agent", "content": "seen", "raw": {"type": "agent.tool_result", "content": [{"type": "text", "text": "seen"}], "processed_at": "t"}},
           {"role": "agent", "content": "Because.", "raw": {"type": "agent.message", "content": [{"type": "text", "text": "Because."}], "processed_at": "t"}}],
          [(["Why?"], "Let me look.\n\n" + CALLED), (["Why?", "Let me look.\n\n" + CALLED, "seen"], "Because.")]),
-        ([{"role": "user", "content": "Why?", "raw": [[]]}, {"role": "assistant", "content": "Because.", "raw": "x"}], [(["Why?"], "Because.")]),
         ([{"type": "TextMessage", "source": "user", "models_usage": None, "content": "Why?"},
           {"type": "ToolCallRequestEvent", "source": "helper", "models_usage": {}, "content": [{"id": "1", "name": "look", "arguments": '{"at": "it"}'}]},
           {"type": "ToolCallExecutionEvent", "source": "helper", "models_usage": None, "content": [{"call_id": "1", "content": "seen"}]},
-          {"type": "TextMessage", "source": "helper", "models_usage": {}, "content": "Because."}],
-         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+          {"type": "TextMessage", "source": "helper", "models_usage": {}, "content": "Because."}], LOOKED),
         ([{"type": "summary", "summary": "s", "leafUuid": "l"}, claude("user", "Why?"),
           claude("assistant", [{"type": "thinking", "thinking": "Hm."}], id="m1"),
           claude("assistant", [{"type": "text", "text": "I look."}], id="m1"),
@@ -248,12 +227,9 @@ CASES = {
            'So.\n\n{"name": "apply_patch", "arguments": {"input": "*** Begin"}}')]),
         ([{"id": "s", "timestamp": "t", "record_type": "state"},
           {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Why?"}]},
-          {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Because."}]}],
-         [(["Why?"], "Because.")]),
-        ([{"role": "system", "content": "Be short."}, USER, ANSWER, {"role": "system", "content": "New"}, USER, ANSWER],
-         [(["Be short.", "Why?"], "Because."), (["New", "Why?"], "Because.")]),
+          {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Because."}]}], ANSWERED),
         ([{"type": "message", "role": role, "text": text} for role, text in (("user", "Why?"), ("assistant", "Because."))],
-         [(["Why?"], "Because.")]),
+         ANSWERED),
         ([{"type": "message", "id": "1", "message": {"role": "user", "content": [{"type": "text", "text": "Why?"}]}},
           {"type": "message", "id": "2", "message": {"role": "assistant", "content": [
               {"type": "thinking", "thinking": "Hm."}, {"type": "toolCall", "id": "1", "name": "look", "arguments": {"at": "it"}}]}},
@@ -275,7 +251,6 @@ CASES = {
     "OpenAI chat and completions": [
         ([{"question_id": 1, "model_id": "m", "choices": [{"index": 0, "turns": ["one", "two"]}]}],
          [(None, "one"), (None, "two")]),
-        ([{"prompt": "p", "choices": [{"text": "t"}, {"text": "u"}]}], [("p", "t"), ("p", "u")]),
         ([{"prompt": ["p", "q"], "choices": [{"text": x, "index": i} for i, x in enumerate("tuvw")]}],
          [("p", "t"), ("p", "u"), ("q", "v"), ("q", "w")]),
         ([{"prompt": [5, 6], "choices": [{"text": "t"}]}], [([5, 6], "t")]),
@@ -284,10 +259,6 @@ CASES = {
         ([{"prompt_token_ids": [3], "choices": [{"message": ANSWER, "token_ids": [1, 2]}]}], [([3], [1, 2])]),
         ([{"messages": [USER | {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}], "choices": CHOICES}],
          [(["a"], "Because.")]),
-        ([{"choices": [{"message": {"content": None, "function_call": {"name": "look", "arguments": '{"at": "it"}'}}}]}],
-         [(None, CALLED)]),
-        ([{"choices": [{"message": {"content": "So.", "reasoning": "Hm.", "reasoning_details": [{"text": "Hm."}]}}]}],
-         [(None, "Hm.\n\nSo.")]),
         ([{"choices": [{"message": {"content": "So.", "reasoning_details": [
             {"type": "reasoning.summary", "summary": "Hm."}, {"type": "reasoning.encrypted", "data": "x"}]}}]}],
          [(None, "Hm.\n\nSo.")]),
@@ -332,11 +303,10 @@ CASES = {
             ("b", {}, {"finishReason": "STOP"}), ("c", {}, {"finishReason": "STOP"}))],
          [(None, "Hm.\n\nSo."), (None, "B")]),
         ([gemini("So.", contents=[{"role": "user", "parts": [{"text": text}]}]) for text in "ab"], [(["a"], "So."), (["b"], "So.")]),
-        ([{"candidates": [{"output": "Because."}]}] * 2, [(None, "Because.")] * 2),
+        ([{"candidates": [{"output": "Because."}]}] * 2, ALONE * 2),
     ],
     "OpenTelemetry and OpenInference, span": [
-        ([{"gen_ai.operation.name": "chat", "gen_ai.prompt": [USER], "gen_ai.completion": [ANSWER]}], [(["Why?"], "Because.")]),
-        ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS])}], [(["Why?"], "Because.")]),
+        ([{"gen_ai.operation.name": "chat", "gen_ai.prompt": [USER], "gen_ai.completion": [ANSWER]}], ANSWERED),
         ([{"span_kind": "LLM", "attributes": {
             "llm.input_messages.0.message.role": "user", "llm.input_messages.0.message.content": "Why?",
             "llm.output_messages.0.message.role": "assistant",
@@ -352,7 +322,7 @@ CASES = {
                           "ai.response.text": "So.", "ai.response.toolCalls": '[{"toolName": "look", "input": {"at": "it"}}]'}}],
          [(["Why?"], f"So.\n\n{CALLED}")]),
         ([{"attributes": {"llm.request.type": "chat", "gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "Why?",
-                          "gen_ai.completion.0.role": "assistant", "gen_ai.completion.0.content": "Because."}}], [(["Why?"], "Because.")]),
+                          "gen_ai.completion.0.role": "assistant", "gen_ai.completion.0.content": "Because."}}], ANSWERED),
     ],
     "ChatGPT, export": [
         ([{"title": "t", "current_node": "c", "mapping": {
@@ -388,82 +358,61 @@ CASES = {
          [(["Why?", "Because.", "Why?"], "Because.")]),
     ],
     "BFCL": [
-        ([{"id": "1", "result": "[look(at='it')]", "latency": 1.5}], [(None, "[look(at='it')]")]),
         ([{"idx": 1, "result": [{"look": '{"at": "it"}'}], "input_token_count": 9}], [(None, CALLED)]),
         ([{"id": "1", "result": [[[{"look": '{"at": "it"}'}], "Seen."], ["So."]], "latency": [[1, 1], [1]]}],
          [(None, CALLED), (None, "Seen."), (None, "So.")]),
-        ([{"id": "1", "result": [], "latency": 1.5}], []),
     ],
     "request and response": [
-        ([{"input": {"messages": [USER]}, "output": {"messages": [USER, CALLING, RESULT, ANSWER]}}],
-         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+        ([{"input": {"messages": [USER]}, "output": {"messages": [USER, CALLING, RESULT, ANSWER]}}], LOOKED),
         ([{"messages": [USER], "response": {"reasoning_content": "Hm.", "text": "Because."}}], [(["Why?"], "Hm.\n\nBecause.")]),
-        ([{"req": [USER], "resp": "Because."}], [(["Why?"], "Because.")]),
-        ([{"type": "GENERATION", "input": [USER], "output": ANSWER}], [(["Why?"], "Because.")]),
-        ([{"type": "GENERATION", "input": json.dumps([USER]), "output": json.dumps(ANSWER)}], [(["Why?"], "Because.")]),
+        ([{"req": [USER], "resp": "Because."}], ANSWERED),
+        ([{"type": "GENERATION", "input": json.dumps([USER]), "output": json.dumps(ANSWER)}], ANSWERED),
         ([{"type": "SPAN", "input": {"q": "x"}, "output": {"documents": ["x"]}}], []),
         ([{"run_type": "llm", "inputs": {"messages": [[{"lc": 1, "type": "constructor", "id": ["langchain", "HumanMessage"], "kwargs": {"content": "Why?"}}]]},
-           "outputs": {"generations": [[{"text": "Because.", "message": {"kwargs": {"content": "Because."}}}]]}}],
-         [(["Why?"], "Because.")]),
+           "outputs": {"generations": [[{"text": "Because.", "message": {"kwargs": {"content": "Because."}}}]]}}], ANSWERED),
         ([{"run_type": "llm", "inputs": {"messages": [{"type": "human", "content": "Why?"}]},
            "outputs": {"output": {"type": "ai", "content": "", "tool_calls": [{"name": "look", "args": {"at": "it"}, "id": "1"}]}}}],
          [(["Why?"], CALLED)]),
-        ([{"run_type": "chain", "inputs": {"messages": [USER]}, "outputs": {"messages": [USER, ANSWER]}}], []),
         ([{"run_type": "chain", "inputs": {"question": "Why?"}, "outputs": {"answer": "Because."}, "child_runs": [
             {"run_type": "tool", "inputs": {"input": "x"}, "outputs": {"output": "y"}},
-            {"run_type": "llm", "inputs": {"messages": [USER]}, "outputs": {"generations": [[{"text": "Because."}]]}}]}], [(["Why?"], "Because.")]),
-        ([{"command": "chat", "request": {"messages": [USER]}, "response": {"choices": CHOICES}}], [(["Why?"], "Because.")]),
+            {"run_type": "llm", "inputs": {"messages": [USER]}, "outputs": {"generations": [[{"text": "Because."}]]}}]}], ANSWERED),
+        ([{"command": "chat", "request": {"messages": [USER]}, "response": {"choices": CHOICES}}], ANSWERED),
         ([{"custom_id": "1", "request": {"body": {"messages": [USER]}}, "response": {"status_code": 200, "body": {"choices": CHOICES}}}],
-         [(["Why?"], "Because.")]),
-        ([{"custom_id": "1", "response": {"body": {"choices": CHOICES}}, "error": None}], [(None, "Because.")]),
-        ([{"body": {"messages": [USER]}, "response": {"body": {"choices": CHOICES}}}], [(["Why?"], "Because.")]),
-        ([{"request": {"body": {"messages": [USER]}}, "response": {"body": {"__type__": "x", "__data__": {"choices": CHOICES}}}}],
-         [(["Why?"], "Because.")]),
+         ANSWERED),
+        ([{"custom_id": "1", "response": {"body": {"choices": CHOICES}}, "error": None}], ALONE),
         ([{"request": {"body": {"messages": [USER]}}, "response": {"body": [{"__data__": one} for one in deltas({"content": "a"}, {"content": "b"})]}}],
          [(["Why?"], "ab")]),
         ([{"body": {"inputText": "Why?"}, "response": {"results": [{"tokenCount": 1, "outputText": "Because.", "completionReason": "FINISH"}]}}],
          [("Why?", "Because.")]),
-        ([{"request": json.dumps({"messages": [USER]}), "response": json.dumps({"choices": CHOICES})}], [(["Why?"], "Because.")]),
-        ([{"request_body": {"messages": [USER]}, "response_body": {"choices": CHOICES}}], [(["Why?"], "Because.")]),
+        ([{"request_body": {"messages": [USER]}, "response_body": {"choices": CHOICES}}], ANSWERED),
         ([{"custom_id": "a", "result": {"type": "succeeded", "message": {"type": "message", "role": "assistant", "content": [
-            {"type": "text", "text": "Because."}]}}}], [(None, "Because.")]),
+            {"type": "text", "text": "Because."}]}}}], ALONE),
         ([{"request": {"system": [{"type": "text", "text": "Be short."}], "messages": [
             USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "seen"}, {"type": "text", "text": "So?"}]}]},
            "response": {"role": "assistant", "content": [{"type": "text", "text": "Because."}]}}],
          [(["Be short.", "Why?", CALLED, "seen", "So?"], "Because.")]),
-        ([{"messages": json.dumps([USER]), "call_type": "completion", "response": json.dumps({"choices": CHOICES})}],
-         [(["Why?"], "Because.")]),
-        ([{"request": {"messages": [USER]}, "response": deltas({"content": "Be"}, {"content": "cause."})}], [(["Why?"], "Because.")]),
+        ([{"messages": json.dumps([USER]), "call_type": "completion", "response": json.dumps({"choices": CHOICES})}], ANSWERED),
         ([{"request": {"messages": [USER]}, "response": "".join(f"data: {json.dumps(one)}\n\n" for one in deltas(
-            {"content": "Be"}, {"content": "cause."})) + "data: [DONE]\n\n"}], [(["Why?"], "Because.")]),
+            {"content": "Be"}, {"content": "cause."})) + "data: [DONE]\n\n"}], ANSWERED),
         ([{"request": {"model": "m"}, "response": [{"contentBlockDelta": {"delta": {"text": text}}} for text in ("Be", "cause.")]}],
-         [(None, "Because.")]),
-        ([{"request": {"contents": [{"parts": [{"text": "q"}], "role": "user"}]},
-           "response": {"candidates": [{"content": {"parts": [{"text": "Because."}]}}]}}], [(["q"], "Because.")]),
-        ([{"request": {"messages": [USER]}, "response": [{"candidates": [{"content": {"parts": [{"text": text}]}}]} for text in ("Be", "cause.")]}],
-         [(["Why?"], "Because.")]),
+         ALONE),
         ([{"input": json.dumps({"messages": [PARTS | {"role": "user"}]}), "output": '{"text": "So.", "finish_reason": "stop"}'}],
          [(["Because."], "So.")]),
-        ([{"input": {"inputBodyJson": {"messages": [USER]}}, "output": {"outputBodyJson": ANSWER}}], [(["Why?"], "Because.")]),
-        ([{"request": {"input": "Why?"}, "response": {"output": [ANSWER | {"type": "message"}]}}], [(["Why?"], "Because.")]),
-        ([{"request": {"messages": [USER]}, "response": {"model": "m", "message": ANSWER, "done": True}}], [(["Why?"], "Because.")]),
+        ([{"input": {"inputBodyJson": {"messages": [USER]}}, "output": {"outputBodyJson": ANSWER}}], ANSWERED),
         ([{"input": {"prompt": "p"}, "output": ["Be", "cause", "."], "status": "succeeded"}], [("p", "Because.")]),
     ],
     "OpenAI batch, input": [([{"custom_id": "1", "method": "POST", "body": {"messages": [USER, ANSWER, USER]}}], [])],
     "HTTP, recorded response": [
         ([{"status": 200, "headers": {}, "body": "".join(f"event: x\ndata: {json.dumps(one)}\n\n" for one in deltas({"content": "a"}, {"content": "b"}))}],
          [(None, "ab")]),
-        ([{"status": 200, "headers": {}, "body": json.dumps({"choices": CHOICES})}], [(None, "Because.")]),
     ],
     "token ids with a mask": [
         ([{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}], [([1, 2], [3, 4])]),
-        ([{"input_ids": np.array([1, 2, 3, 4]), "labels": np.array([-100, 2, -100, 4])}], [([1], [2]), ([1, 2, 3], [4])]),
         ([{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}], [([1], [2, 3])]),
         ([{"input_ids": [1, 2], "labels": [1, 2]}], [(None, [1, 2])]),
     ],
     "token ids": [
-        ([{"prompt_token_ids": [1], "token_ids": [2, 3]}], [([1], [2, 3])]),
         ([{"prompt_token_ids": [1], "completion_token_ids": [2]}], [([1], [2])]),
         ([{"input_ids": [1], "output_ids": [2]}], [([1], [2])]),
         ([{"prompt": "p", "completion": "c", "token_ids": [2]}], [(None, [2])]),
@@ -476,7 +425,7 @@ CASES = {
         ([{"arguments": [["Q", " A"]], "resps": [[["-3.0", "False"]]]}], []),
     ],
     "TRL and DPO, preferences": [
-        ([{"prompt": [USER], "chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "No."}]}], [(["Why?"], "Because.")]),
+        ([{"prompt": [USER], "chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "No."}]}], ANSWERED),
         ([{"prompt": "p", "chosen": "good", "rejected": "bad"}], [("p", "good")]),
         ([{"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER]}], [(["Why?", "Because.", "Why?"], "Because.")]),
         ([{"conversations": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}, "rejected": {}}], [(["a"], "b")]),
@@ -492,7 +441,7 @@ CASES = {
         ([{"trajectory": [{"action": "ls", "observation": "a", "response": "I look."}, {"response": "So."}]}],
          [(None, "I look."), (["I look.", "a"], "So.")]),
         ([{"trajectory": [{"response": "No."}, {"response": "Because."}], "history": [USER, ANSWER]}], [(["Why?"], "Because."), (None, "No.")]),
-        ([{"trajectory": [{"response": "x"}], "history": [USER, ANSWER | {"thought": "x", "action": "x"}], "info": {}}], [(["Why?"], "Because.")]),
+        ([{"trajectory": [{"response": "x"}], "history": [USER, ANSWER | {"thought": "x", "action": "x"}], "info": {}}], ANSWERED),
     ],
     "Harbor, trajectory": [
         ([{"schema_version": "ATIF-v1.7", "steps": [
@@ -508,15 +457,10 @@ CASES = {
     "prompt and completion": [
         ([{"event": "llm_tool_round", "requests": [{"messages": [USER]}, {"messages": [USER, CALLING, RESULT]}],
            "responses": [{"collected_content": "", "tool_calls": [CALL]}, {"collected_content": "Because.", "tool_calls": []}]}],
-         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
-        ([{"prompt": "p", "response": "a long answer of the model", "reasoning": "Hm: a long answer of the model, that is what I say."}],
-         [("p", "Hm: a long answer of the model, that is what I say.\n\na long answer of the model")]),
+         LOOKED),
         ([{"date": "x", "generated_texts": ["a", "", "b"], "input_lens": [3, 3, 3]}], [(None, "a"), (None, "b")]),
-        ([{"responses": [{"message": ANSWER}, {"message": ANSWER}]}], [(None, "Because.")] * 2),
-        ([{"messages": [USER], "response": "r"}], [(["Why?"], "r")]),
-        ([{"prompt": [USER], "completion": [ANSWER]}], [(["Why?"], "Because.")]),
-        ([{"prompt": [USER], "completion": [CALLING, RESULT, ANSWER]}],
-         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+        ([{"responses": [{"message": ANSWER}, {"message": ANSWER}]}], ALONE * 2),
+        ([{"prompt": [USER], "completion": [CALLING, RESULT, ANSWER]}], LOOKED),
         ([{"prompt": "p", "completion": "c", "exit_code": 0, "stdout": ""}], [("p", "c")]),
         ([{"input": "p", "actual_output": "c", "expected_output": "gold"}], [("p", "c")]),
         ([{"model_name": "ensemble", "text_output": "c"}], [(None, "c")]),
@@ -548,8 +492,8 @@ CASES = {
     "conversation": [
         ([{"info": {"id": "s", "agent": "build"}, "messages": OPENCODE}], STEPS),
         ([{"model_answer": "Because", "history": [{"role_name": "User", "content": "Why?"}, {"role_name": "Assistant", "content": "Because."}]}],
-         [(["Why?"], "Because.")]),
-        ([{"aider": [USER, ANSWER]}], [(["Why?"], "Because.")]),
+         ANSWERED),
+        ([{"aider": [USER, ANSWER]}], ANSWERED),
         ([{"input": "x", "message_log": [USER, ANSWER, USER, ANSWER], "output": "Because."}],
          [(["Why?"], "Because."), (["Why?", "Because.", "Why?"], "Because.")]),
         ([{"messages": [{"type": "user", "content": "Why?"}, {"type": "info", "content": "x"}, {"type": "gemini", "content": "So."}]}],
@@ -563,15 +507,8 @@ CASES = {
          [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "So.")]),
         ([{"conversation": [{"human": "Why?", "assistant": "So."}, {"human": "And?", "assistant": "No."}]}],
          [(["Why?"], "So."), (["Why?", "So.", "And?"], "No.")]),
-        ([{"history": [{"role": "human", "content": "Why?"}, {"role": "assistant", "result": "So."}]}], [(["Why?"], "So.")]),
-        ([{"messages": [ANSWER]}], [(None, "Because.")]),
         ([{"messages": [USER, {"role": "assistant", "blocks": [{"block_type": "text", "text": "So."}]}]}], [(["Why?"], "So.")]),
-        ([{"messages": [USER, ANSWER], "response": None}], [(["Why?"], "Because.")]),
-        ([{"messages": [USER, BROKEN, RESULT, ANSWER]}], [(["Why?"], "Well."), (["Why?", "Well.", "seen"], "Because.")]),
-        ([{"messages": [USER, {"role": "assistant", "function_call": {"name": "look", "arguments": '{"at": "it"}'}},
-                        {"role": "function", "name": "look", "content": "seen"}, ANSWER]}],
-         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
-        ([{"messages": [USER, {"role": "model", "content": "m"}]}], [(["Why?"], "m")]),
+        ([{"messages": [USER, ANSWER], "response": None}], ANSWERED),
         ([{"messages": [USER, {"role": "assistant", "content": [
             {"type": "text", "text": "I look."}, {"type": "toolRequest", "id": "1", "toolCall": {"status": "success", "value": {"name": "look", "arguments": {"at": "it"}}}}]},
             {"role": "user", "content": [{"type": "toolResponse", "id": "1", "toolResult": {"status": "success", "value": [{"type": "text", "text": "seen"}]}}]}, ANSWER]}],
@@ -581,26 +518,22 @@ CASES = {
         ([{"messages": [THREADED | {"created_at": 2}, THREADED | {"created_at": 1, "role": "user"}]}], [(["Because."], "Because.")]),
         ([{"messages": [USER, {"role": "assistant", "content": {"answer": "a"}}]}], [(["Why?"], '{"answer": "a"}')]),
         ([{"uid": "1", "messages": [USER, {"role": "assistant", "content": {"answer": "a"}}]}], [(["Why?"], "a")]),
-        ([{"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]}], [(["Why?", "Because.", "Why?"], "Because.")]),
         ([{"conversations": [{"from": "human", "value": "a", "loss": None}, {"from": "gpt", "value": "b", "loss": False}, {"from": "gpt", "value": "c", "loss": True}]}],
          [(["a", "b"], "c")]),
         ([{"messages": [USER, {"role": "assistant", "content": [{"type": "reasoning", "value": "Hm."}, {"type": "text", "value": "So."}]}]}],
          [(["Why?"], "Hm.\n\nSo.")]),
-        ([{"messages": [USER, ANSWER], "answer": "gold"}], [(["Why?"], "Because.")]),
-        ([{"messages": [USER, ANSWER], "prediction": "B"}], [(["Why?"], "Because.")]),
+        ([{"messages": [USER, ANSWER], "answer": "gold"}], ANSWERED),
+        ([{"messages": [USER, ANSWER], "prediction": "B"}], ANSWERED),
         ([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "Be short."}], [(["Be short.", "a"], "b")]),
         ([{"conversations": [{"from": "user", "value": "a"}, {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "it"}}'},
                              {"from": "observation", "value": "seen"}, {"from": "chatgpt", "value": "b"}]}],
          [(["a"], CALLED), (["a", CALLED, "seen"], "b")]),
-        ([{"conversation": [USER, ANSWER], "model": "m"}], [(["Why?"], "Because.")]),
-        ([{"task_id": 0, "traj": [USER, CALLING, RESULT, ANSWER], "info": {"task": {"instruction": "x"}}}],
-         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
-        ([{"info": {"model_stats": {}}, "messages": [USER, ANSWER | {"extra": {"response": {"choices": CHOICES}}}]}], [(["Why?"], "Because.")]),
+        ([{"conversation": [USER, ANSWER], "model": "m"}], ANSWERED),
+        ([{"task_id": 0, "traj": [USER, CALLING, RESULT, ANSWER], "info": {"task": {"instruction": "x"}}}], LOOKED),
     ],
     "input and output": [
         ([{"instruction": "Say it.", "input": "", "output": "a"}], [("Say it.", "a")]),
         ([{"instruction": "Say it.", "input": "it", "output": "a", "generator": "m"}], [("Say it.\nit", "a")]),
-        ([{"input": "p", "output": "c"}], [("p", "c")]),
         ([{"model": "m", "output": "c"}], [(None, "c")]),
         ([{"prompt": "p", "output": [["nested"]]}], [("p", "nested")]),
         ([{"model_input": "<u>q<a>", "chat_history": ["q"], "output": ["a"], "answer": "gold"}], [("<u>q<a>", "a")]),
@@ -610,7 +543,6 @@ CASES = {
         ([{"question": "q", "answer": "a", "contexts": ["c"], "ground_truth": "gold"}], [("q", "a")]),
     ],
     "text": [
-        ([{"text": "t", "meta": {}}], [(None, "t")]),
         ([{"text": "t", "question_id": 1, "model_id": "m"}], [(None, "t")]),
         ([{"text": "<s>[INST] Why? [/INST] Because. </s><s>[INST] And? [/INST] So."}],
          [("<s>[INST] Why? [/INST]", "Because."), ("<s>[INST] Why? [/INST] Because. </s><s>[INST] And? [/INST]", "So.")]),
@@ -628,24 +560,21 @@ CASES = {
                 {"id": "1", "function": "look", "arguments": {"at": "it"}, "type": "function"}]}], "output": {"choices": CHOICES}}]}],
          [(["Why?"], f"So.\n\n{CALLED}")]),
         ([{"run_info": {"api_calls": [{"type": "Tool", "output": "x", "children": [
-            {"type": "LLM", "inputs": {"messages": [USER]}, "output": {"choices": CHOICES}}]}]}}], [(["Why?"], "Because.")]),
+            {"type": "LLM", "inputs": {"messages": [USER]}, "output": {"choices": CHOICES}}]}]}}], ANSWERED),
         ([{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": name, "attributes": [
             {"key": "gen_ai.operation.name", "value": {"stringValue": name}},
             {"key": "gen_ai.output.messages", "value": {"stringValue": json.dumps([ANSWER])}}]} for name in ("chat", "invoke_agent")]}]}]}],
-         [(None, "Because.")]),
+         ALONE),
         ([{"tests": [{"id": "1", "input": "p"}], "runs": [{"model": "m", "samples": [{"id": "1", "output": "a"}]}]}], [(None, "a")]),
         ([{"model": "m", "results": [{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "d"}]}], [("p", "c"), ("q", "d")]),
-        ([{"info": {}, "tasks": [{"messages": [USER, ANSWER]}], "simulations": [{"id": 1, "messages": [USER, ANSWER]}]}], [(["Why?"], "Because.")]),
-        ([{"0": {"log": {"turns": [USER, ANSWER]}}, "1": {"log": {"turns": [USER, ANSWER]}}}], [(["Why?"], "Because.")] * 2),
+        ([{"info": {}, "tasks": [{"messages": [USER, ANSWER]}], "simulations": [{"id": 1, "messages": [USER, ANSWER]}]}], ANSWERED),
+        ([{"0": {"log": {"turns": [USER, ANSWER]}}, "1": {"log": {"turns": [USER, ANSWER]}}}], ANSWERED * 2),
         ([{"request_states": [{"request": {"prompt": "p"}, "result": {"completions": [{"text": "t"}]}}]}], [("p", "t")]),
         ([{"events": [{"event": "model", "input": [USER], "output": {"choices": CHOICES}},
-                      {"event": "tool", "arguments": {"at": "it"}, "result": "seen"}]}], [(["Why?"], "Because.")]),
-        ([[USER, ANSWER]], [(["Why?"], "Because.")]),
+                      {"event": "tool", "arguments": {"at": "it"}, "result": "seen"}]}], ANSWERED),
         ([{"train_messages": [[USER, ANSWER], [USER, ANSWER, USER, ANSWER], [USER, ANSWER, RESULT, ANSWER, CALLING]]}],
          [(["Why?"], "Because."), (["Why?", "Because.", "seen"], "Because."), (["Why?", "Because.", "seen", "Because."], CALLED)]),
-        ([{"chats": [[USER, ANSWER], [USER, {"role": "assistant", "content": "So."}, USER, ANSWER]]}],
-         [(["Why?"], "Because."), (["Why?"], "So."), (["Why?", "So.", "Why?"], "Because.")]),
-        ([{"state": {"history": [USER, ANSWER]}, "task": {"prompt": "p", "reference": "gold"}}], [(["Why?"], "Because.")]),
+        ([{"state": {"history": [USER, ANSWER]}, "task": {"prompt": "p", "reference": "gold"}}], ANSWERED),
     ],
 }  # fmt: skip
 
@@ -685,17 +614,12 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({}, NO_FORMAT),
         ([{"role": ["user"], "type": ["tool_use"], "content": [{"type": {"a": 1}}]}], NO_FORMAT),
         ({"messages": [USER]}, NO_ANSWER),
-        (USER, NO_ANSWER),
-        (claude("user", "Why?"), NO_ANSWER),
         ({"type": "response.output_text.delta", "delta": "a"}, NO_ANSWER),
         ({"custom_id": "1", "response": None, "error": {"code": "x"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "response": None, "status": "failure"}, NO_OUTPUT),
-        ({"request": {"messages": [USER, ANSWER, USER]}, "response": {"error": "x"}}, NO_OUTPUT),
         ({"prompt": "p", "response": {"stdout": "a b", "gpt_score": "1"}}, NO_OUTPUT),
-        ({"prompt": "p", "result": {"1": "passed"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
         ({"choices": [{"message": BROKEN | {"content": None}}]}, BROKEN_CALL),
-        ({"choices": [{"message": {"tool_calls": [{"function": {}}]}}]}, NAMELESS_CALL),
         ({"output": [{"type": "web_search_call", "action": {"query": "x"}}]}, SERVER_CALL),
         ({"output": [{"type": "message", "role": "assistant", "content": []}, {"type": "mcp_list_tools"}]}, NOT_A_MESSAGE),
         ({"messages": [USER, {"role": "assistant", "content": 3}]}, NO_CONTENT),
@@ -731,15 +655,12 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"question": "q", "pred": ["18"], "code": ["print(16 + 2)\n```output\n18\n```"]}, SHORTER),
         ({"question": "q", "pred": "18", "solution": "16 and 2 are 18, so the answer is 18."}, SHORTER),
         ({"question": "q", "prediction": "B", "raw_text": "", "model_reasoning": "It is not A, so it is B."}, SHORTER),
-        ({"input": "q", "prediction": "B", "output": "a reference, which is longer"}, SHORTER),
-        ({"prompt": "p", "response": {"gpt35": "a b", "vicuna": "c d"}}, NO_OUTPUT),
         ({"messages": [USER, {"role": "assistant", "parts": [{"type": "text", "text": "Bec", "state": "streaming"}]}]}, UNFINISHED),
         ({"messages": [OPENCODE[0], opencode("assistant", {"type": "tool", "tool": "look", "state": {"status": "pending"}})]}, UNFINISHED),
         ({"type": "SPAN", "input": "x", "output": "y"}, NOT_A_MODEL),
         ({"token_ids": [1, -1]}, BAD_IDS),
         ({"token_ids": [4_294_967_295]}, BAD_IDS),
         ({"token_ids": [1.5]}, BAD_IDS),
-        ({"token_ids": [1, None]}, BAD_IDS),
     ],
 )  # fmt: skip
 def test_a_record_without_an_output_has_one_reason(record, reason):
@@ -998,18 +919,13 @@ def test_a_system_prompt_begins_the_next_session():
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        (("a.b",), [(None, "deep")]),
-        (("c.d",), [(None, "dotted")]),
         (("a.b", "c.d", "ids"), [("deep\ndotted", [7])]),
         (("list[].text",), [(None, "one"), (None, "two")]),
-        (("list.text",), [(None, "one"), (None, "two")]),
         (("list.1.text",), [(None, "two")]),
-        (("a.*",), [(None, "deep")]),
         (("list.*.text",), [(None, "one"), (None, "two")]),
         (("resp*",), [(None, "unused")]),
         (("respons?",), [(None, "unused")]),
         (("chat",), [(["Why?"], "Because.")]),
-        (("chat.1",), [(None, "Because.")]),
         (("before", "message"), [(["Why?"], "Because.")]),
         (("encoded.x", "response"), [("in JSON", "unused")]),
         (("samples",), [(None, "s"), (None, "t")]),
@@ -1099,6 +1015,7 @@ VALUES = st.recursive(
 )
 
 
+@examples(100)
 @given(
     values=st.lists(VALUES, max_size=4), fields=st.lists(st.sampled_from(("a", "messages", "choices.0")), max_size=2)
 )

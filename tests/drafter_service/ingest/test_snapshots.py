@@ -52,6 +52,8 @@ def test_names_times_and_tags_survive(tmp_path):
     corpus.refresh()
     assert command.requests == 1
     assert [corpus.text_of(name).tolist() for name in ("one", "three")] == [[], [6]]
+    snapshot.save(corpus, source)
+    assert list(documents_in(source)[0].values()) == [[6]]
 
 
 def test_a_time_to_come_is_taken_for_now(tmp_path):
@@ -71,6 +73,11 @@ def test_the_pieces_of_a_long_request_are_one_document(tmp_path, name):
     snapshot.save(corpus, tmp_path / "a.ssd")
     documents, _ = documents_in(tmp_path / "a.ssd")
     assert list(documents.values()) == [first.tolist(), long.tolist(), [3]]
+
+
+def test_requests_without_names_are_not_joined(tmp_path):
+    source = saved(tmp_path / "a.ssd", ([1, 2], None, 0, 100.0), ([3, 4], None, 0, 100.0))
+    assert list(documents_in(source)[0].values()) == [[1, 2], [3, 4]]
 
 
 def test_the_copy_of_a_remote_snapshot_has_no_name(tmp_path, monkeypatch):

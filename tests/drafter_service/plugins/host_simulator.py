@@ -140,10 +140,15 @@ class SimulatedHost:
         self.draft(names if drafted is None else drafted)
 
     def draft(self, names, placeholders=0):
-        """Request drafts, in the order given and for repeated names too; check the limits that the host has."""
+        """Request drafts, in the order given and for repeated names too; check the limits that the host has.
+
+        A drafter is called once, whatever the size of the batch.
+        """
         texts = [(name, self.requests[name].text + [PLACEHOLDER] * placeholders) for name in names]
+        before = {key: drafter.calls for key, drafter in self.drafters.items()}
         drafts = self.session.draft(texts)
         assert len(drafts) == len(texts)
+        assert all(drafter.calls <= before.get(key, 0) + 1 for key, drafter in self.drafters.items())
         seen = set()
         for name, draft in zip(names, drafts, strict=True):
             request = self.requests[name]

@@ -8,21 +8,23 @@ from pathlib import Path
 import pytest
 
 from drafter_service.client import DrafterClient
+from drafter_service.client.copies import TRUSTED_S
 from drafter_service.client.tokenizer import TextTokenizer
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.hints import MAX_WAITING
-from drafter_service.plugins.namespaces import MAX_NAMESPACES, namespace_name
+from drafter_service.plugins.namespaces import MAX_NAMESPACES, ConnectionLog, namespace_name
 from drafter_service.plugins.options import MAX_HINT_CHARS, MAX_HINT_TOKENS, End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import SHAPES
+from ssd.config import DrafterConfig
 from ssd.corpus.rollout import Rollout
 from ssd.errors import MAX_FAILURES
 from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.drafter_service.plugins.host_simulator import LIMITS, RecordingDrafter, SimulatedHost
 from tests.drafter_service.raw import connected, eventually
-from tests.servers import served
+from tests.servers import serving
 
 LOOP = [1, 2, 3, 4, 5, 1, 2, 3]
 
@@ -63,10 +65,11 @@ def session(make_session, reports):
 @pytest.fixture(scope="module")
 def sidecar():
     """Yield the address of a running sidecar, in which each test has a namespace of its own."""
-    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
-        address = f"unix:{folder}/drafter.sock"
-        with served("--listen", address, "--capacity", "100k"):
-            yield address
+    with (
+        tempfile.TemporaryDirectory(prefix="ssd-") as folder,
+        serving(listen=f"unix:{folder}/drafter.sock", drafting=DrafterConfig(capacity=100_000)) as address,
+    ):
+        yield address
 
 
 @pytest.fixture
@@ -117,13 +120,6 @@ def test_of_too_many_requests_the_least_recently_drafted_one_is_dropped(make_ses
     assert [name in session for name in "abc"] == [True, False, True]
 
 
-def test_a_batch_is_one_call(host):
-    for name in "abc":
-        host.add(name, LOOP, RequestOptions())
-    host.draft(["a", "b", "c"])
-    assert host.drafters["", ""].calls == 1
-
-
 @pytest.mark.parametrize(
     ("end", "options", "is_learned"),
     [
@@ -163,22 +159,18 @@ def test_namespaces_are_named_by_a_hash_of_salt_and_adapter():
     assert all("@" in name and "lora" not in name for name in names)
 
 
-def test_namespaces_are_few(host):
-    for number in range(MAX_NAMESPACES + 2):
-        host.add(str(number), LOOP, RequestOptions(salt=str(number)))
-        assert (host.told(str(number)) is not None) == (number < MAX_NAMESPACES)
-    assert len(host.reports) == 1
-    assert "too many cache salts" in host.reports[0]
-    host.end("0")
-    host.add("next", LOOP, RequestOptions(salt="next"))
-    assert host.told("next") is not None
-
-
-def test_the_namespace_that_was_not_used_for_longest_makes_room(host):
+def test_namespaces_are_few_and_the_one_that_was_not_used_for_longest_makes_room(host):
     names = [str(number) for number in range(MAX_NAMESPACES)]
-    for name in [*names, names[0], "next"]:
+    for name in [*names, "more", "other"]:
         host.add(name, LOOP, RequestOptions(salt=name))
+        assert (host.told(name) is not None) == (name in names)
+    (report,) = host.reports
+    assert "too many cache salts" in report
+    for name in names:
         host.end(name)
+    for name in (names[0], "next"):
+        host.add(name, LOOP, RequestOptions(salt=name))
+        assert host.told(name) is not None
     assert [salt for _, salt in host.session.namespaces.opened] == [*names[2:], names[0], "next"]
 
 
@@ -429,17 +421,47 @@ def test_the_namespace_is_told_once_with_text_that_is_elsewhere(socket_address):
 
 def test_a_sidecar_that_dies_costs_drafts_until_it_returns(make_session, reports, socket_address):
     session = make_session(sidecar=socket_address, drafting="sidecar", deadline_s=5)
-    arguments = ("--listen", socket_address, "--capacity", "100k")
-    with served(*arguments) as process:
+    with fake_server_thread(socket_address, FakeService(lambda _text, limit: [1] * limit)) as server:
         eventually(lambda: first_draft(session))
-        process.kill()
-        process.wait()
+        server.stop()
         eventually(lambda: session.draft([("a", [*LOOP, 4])]) == [[]])
-    with served(*arguments):
+        server.start()
         eventually(lambda: session.draft([("a", [*LOOP, 4])])[0])
+        session.close()
     assert len(reports) <= 2
     assert all("no connection to the drafter" in report for report in reports)
     assert session.counters.failures == 0
+
+
+LOST = "no connection to the drafter at unix:/run/ssd.sock ({}); continuing without drafts"
+RESUMED = "reconnected to the drafter at unix:/run/ssd.sock; drafting resumes"
+
+
+def test_a_loss_of_several_connections_is_reported_once_and_so_is_its_end(reports):
+    log = ConnectionLog("unix:/run/ssd.sock", reports.append)
+    for number in range(2):
+        for reason in ("it ended the stream", "connection reset", "it ended the stream"):
+            log.lost(reason, is_refused=False)
+        log.resumed()
+        log.resumed()
+        assert reports == [LOST.format("it ended the stream"), RESUMED] * (number + 1)
+
+
+def test_refused_connections_and_losses_do_not_hide_each_other(reports):
+    log, reasons = (
+        ConnectionLog("unix:/run/ssd.sock", reports.append),
+        ["no permission", "it ended", "another tokenizer"],
+    )
+    for reason in [*reasons, reasons[-1]]:
+        log.lost(reason, is_refused=reason != "it ended")
+    log.resumed()
+    assert reports == [*map(LOST.format, reasons), RESUMED]
+
+
+def test_a_loss_says_what_drafts_come_from_meanwhile(reports):
+    ConnectionLog("unix:/run/ssd.sock", reports.append, has_copy=True).lost("connection reset", is_refused=False)
+    (line,) = reports
+    assert f"with drafts from the copy for at most {TRUSTED_S:.0f} s, then from running requests" in line
 
 
 def repeats(host, prompts):
@@ -539,7 +561,7 @@ def test_hints_of_ended_requests_are_not_tokenized_and_few_wait(hinted, reports,
     assert (hinted.counters.failures, len(reports)) == (0, 1)
 
 
-@pytest.mark.parametrize("hints", ["日" * 10_000_000, ["a"] * 1_000_000, [7] * 1_000_000], ids=["text", "texts", "ids"])
+@pytest.mark.parametrize("hints", ["日" * 200_000, ["a"] * 200_000, [7] * 40_000], ids=["text", "texts", "ids"])
 def test_long_hints_are_cut(hinted, reports, hints):
     hinted.start("a", [1, 2, 3], extras={"hints": hints})
     request = hinted._requests["a"]

@@ -68,7 +68,6 @@ def test_given_settings_precede_those_of_the_environment_and_these_the_defaults(
         ({"adress": "x"}, "there is no setting adress; did you mean access?"),
         ({"model": "m"}, "there is no setting model; "),
         ({"model": {"name": "m"}}, "there is no setting model.name; "),
-        ({"capacity": "much"}, "capacity: 'much' is not a number"),
         ({"capacity": 100}, r"capacity: .* 4096"),
         ({"capacity": 1 << 33}, r"capacity: .* 4042321904"),
         ({"deadline_s": 0}, r"deadline_s: .* 0"),

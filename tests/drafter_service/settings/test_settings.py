@@ -107,16 +107,13 @@ def test_integers_may_have_suffixes(tmp_path):
         ({"drafting.cost": "nan"}, "drafting: cost, the fraction"),
         ({"drafting.draft_shape": "bush"}, "drafting.draft_shape: Input should be 'path' or 'tree'"),
         ({"limits.streams": 0}, "limits.streams: Input should be greater than or equal to 1"),
-        ({"limits.streams": "1.5"}, "limits.streams: '1.5' is not a number"),
         ({"limits.streams": None}, "limits.streams: Input should be a valid integer"),
         ({"snapshots.interval_s": "nan"}, "snapshots.interval_s: Input should be greater than 0"),
-        ({"snapshots.interval_s": 0}, "snapshots.interval_s: Input should be greater than 0"),
         ({"namespaces.create": "perhaps"}, "namespaces.create: Input should be a valid boolean"),
         ({"namespaces.capacities": 5}, "namespaces.capacities: Input should be a valid dictionary"),
         ({"namespaces.capacities.a": "x"}, "namespaces.capacities.a: 'x' is not a number"),
         ({"namespaces.capacities.a": 5}, "namespaces.capacities.a: a corpus holds 4,096 to"),
         ({"access.key": "x"}, "access: key needs certificate"),
-        ({"reports.log_level": "loud"}, "reports.log_level: Input should be 'debug'"),
     ],
 )
 def test_errors_name_the_key_in_one_line(flags, message):
@@ -141,26 +138,18 @@ def test_errors_name_the_environment_or_the_file(tmp_path):
         loaded(file)
 
 
-@pytest.mark.parametrize("text", ["limits.streams", "=5", ""])
-def test_assignments_need_a_key_and_an_equals_sign(text):
-    with pytest.raises(UserError, match="is not of the form KEY=VALUE"):
-        read_assignments([text])
+def test_assignments_need_a_key_and_an_equals_sign():
+    for text in ("limits.streams", "=5", ""):
+        with pytest.raises(UserError, match="is not of the form KEY=VALUE"):
+            read_assignments([text])
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("5", 5), ("16M", 16_000_000), ("1.5k", 1500), ("4.35m", 4_350_000), ("2G", 2_000_000_000), ("1_000", 1000)],
-)
-def test_quantities_are_parsed(text, number):
-    assert parse_quantity(text) == number
-
-
-@pytest.mark.parametrize(
-    "text", ["", "k", "5kk", "many", "inf", "nan", "1e400", "1e999999999", "1.5", "0.0001k", "5 6"]
-)
-def test_invalid_quantities_are_refused(text):
-    with pytest.raises(ValueError, match="is not a number"):
-        parse_quantity(text)
+def test_quantities_have_suffixes_and_are_integers():
+    given = {"5": 5, "16M": 16_000_000, "1.5k": 1500, "4.35m": 4_350_000, "2G": 2_000_000_000, "1_000": 1000}
+    assert {text: parse_quantity(text) for text in given} == given
+    for text in ("", "k", "5kk", "many", "inf", "nan", "1e400", "1e999999999", "1.5", "0.0001k", "5 6"):
+        with pytest.raises(ValueError, match="is not a number"):
+            parse_quantity(text)
 
 
 NAMES = st.text(st.characters(codec="ascii", exclude_categories=["C"]), min_size=1, max_size=20)
@@ -187,16 +176,13 @@ def test_printed_settings_are_read_back(tmp_path_factory, capacities, streams, i
     assert loaded(file) == config
 
 
-@pytest.mark.parametrize(
-    ("url", "printed"),
-    [
+def test_passwords_are_not_printed():
+    for url, printed in (
         ("redis://user:secret@host:1/2", "redis://user:***@host:1/2"),
         ("rediss://:s:e@host", "rediss://:***@host"),
         ("redis://host:6379/0", "redis://host:6379/0"),
-    ],
-)
-def test_passwords_are_not_printed(url, printed):
-    assert f'url = "{printed}"' in SETTINGS.to_toml(loaded(flags={"log": {"url": url}}))
+    ):
+        assert f'url = "{printed}"' in SETTINGS.to_toml(loaded(flags={"log": {"url": url}}))
 
 
 @given(st.text(max_size=20), st.text(max_size=20))
@@ -215,10 +201,4 @@ def test_every_setting_is_printed_below_its_meaning():
     tables = [(above, line) for above, line in pairwise(lines) if line.startswith("[")]
     assert "[namespaces.capacities]" in {line for _, line in tables}
     assert all(above.startswith("# ") and above.endswith(".") for above, _ in settings + tables)
-
-
-def test_settings_without_a_value_are_comments_that_can_be_completed(tmp_path):
-    printed = SETTINGS.to_toml(ServiceConfig())
-    assert '#folder = ""' in printed.splitlines()
-    (tmp_path / "settings.toml").write_text(printed.replace('#folder = ""', 'folder = "/snapshots"'))
-    assert loaded(tmp_path / "settings.toml").snapshots.folder == Path("/snapshots")
+    assert '#folder = ""' in lines  # A setting without a value is a comment that can be completed.

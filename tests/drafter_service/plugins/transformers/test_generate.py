@@ -88,19 +88,6 @@ def test_within_the_block_generate_uses_drafts(model, tokenizer, ssd):
     assert ssd.counters.steps == steps
 
 
-def stop_at_ten(input_ids, scores, **_):
-    return torch.full((len(input_ids),), input_ids.shape[1] >= 10)
-
-
-def test_an_unknown_criterion_is_decoded_without_drafts(model, tokenizer, ssd, log):
-    """The other reasons are those of batches."""
-    inputs = ids(tokenizer, PROMPTS[0])
-    plain = generated(model, inputs, stopping_criteria=[stop_at_ten])
-    assert generated(model, inputs, custom_generate=ssd, stopping_criteria=[stop_at_ten]) == plain
-    assert ssd.counters.steps == 0
-    assert "criterion function" in log[0]
-
-
 def test_a_cache_of_an_earlier_call_is_decoded_without_drafts(model, tokenizer, ssd, log):
     inputs = ids(tokenizer, PROMPTS[0])
     outputs = []
