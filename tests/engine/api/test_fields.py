@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import openai
 import pytest
 from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -19,7 +20,7 @@ from engine.api.schemas import ChatRequest, CompletionRequest, ContentPart, Mess
 from engine.api.service import Service
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from tests.engine.api.serving import MODEL, complete, eventually
+from tests.engine.api.serving import KEY, MODEL, complete, eventually
 from tests.strategies import array
 
 DOCS = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -217,3 +218,58 @@ def test_drafters_are_chosen_over_http_and_reported_by_source(http, route):
     text, _ = answered(**sampled)
     for content in (text, "another text", [{"type": "text", "text": text}]):
         assert answered(**sampled, prediction={"type": "content", "content": content})[0] == text
+
+
+# --- Requests as common clients send them by default
+
+COMMON = {
+    CompletionRequest: {
+        "vllm bench": {
+            "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None, "stream": True,
+            "stream_options": {"include_usage": True}, "best_of": 1, "ignore_eos": True,
+        },
+        "langchain OpenAI": {
+            "temperature": 0.7, "max_tokens": 4, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "n": 1,
+            "best_of": 1, "logit_bias": {}, "seed": None, "logprobs": None, "prompt": ["def f("],
+        },
+        "lm-eval generate": {"prompt": [[5, 6, 7]], "max_tokens": 4, "temperature": 0, "stop": ["\n\n"], "seed": 1234},
+        "all nulls": dict.fromkeys(("n", "stream", "echo", "stop", "suffix", "user", "logit_bias", "stream_options")),
+    },
+    ChatRequest: {
+        "vllm bench": {
+            "max_completion_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        },
+        "langchain ChatOpenAI": {"stream": False, "n": 1, "temperature": 0.7, "max_completion_tokens": 4, "stop": None},
+        "explicit defaults": {
+            "max_tokens": 4, "response_format": {"type": "text"}, "parallel_tool_calls": True, "tools": [],
+            "tool_choice": "none", "store": False, "metadata": {"run": "7"}, "service_tier": "auto", "logit_bias": {},
+            "logprobs": False, "audio": None, "prediction": None, "reasoning_effort": None,
+        },
+        "an earlier answer": {
+            "max_tokens": 4,
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": "y", "refusal": None, "annotations": [], "audio": None,
+                 "function_call": None, "tool_calls": None},
+                {"role": "user", "content": "z", "name": "me"},
+            ],
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("request_type", "body"),
+    [pytest.param(kind, body, id=f"{name}, {ROUTES[kind]}") for kind in COMMON for name, body in COMMON[kind].items()],
+)
+def test_requests_of_common_clients_work(http, request_type, body):
+    answer = http.post(ROUTES[request_type], json=body_of(request_type, max_tokens=None) | body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_official_client_reads_errors(http):
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key=KEY, max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=MODEL, prompt="x", best_of=3)
+        assert caught.value.param == "best_of"

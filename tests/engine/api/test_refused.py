@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.engine.api.serving import MODEL, refusal
+from tests.engine.api.serving import MODEL, PROMPTS, refusal
 
 REGEX, JSON = "structured_outputs.regex", "response_format.json_schema"
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
@@ -86,6 +86,7 @@ COMPLETIONS = [
     ({"tool_choice": "auto"}, "tool_choice", "send messages to /v1/chat/completions"),
 ]
 CHATS = [
+    ({"messages": []}, "messages", "at least 1 item"),
     (message(content=5), "messages.0.content", PARTS),
     (message(content=[5]), "messages.0.content", PARTS),
     (message(content=[{"type": "text", "text": 5}]), "messages.0.content", PARTS),
@@ -121,7 +122,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(http, route, fields, param, 
     assert (error["code"] == "unknown_parameter") == (words == "there is no parameter")
 
 
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("route", PROMPTS)
 def test_streams_that_cannot_be_used_are_refused_by_their_status(http, route):
     assert refusal(http, route, stream=True, drafter="mtp")["param"] == "drafter"
 
@@ -135,6 +136,7 @@ def test_streams_that_cannot_be_used_are_refused_by_their_status(http, route):
         (b'{"model": "stdlib-7m"}', "{prompt} is missing", "{prompt}"),
         (b'{"model": "caf\xe9"}', "the body is not UTF-8", None),
         (b"[" * 100_000, "the body is nested too deeply", None),
+        (b"[" * 100_000 + b"]" * 100_000, "the body is nested too deeply", None),
         (b"[1", "the body is not JSON: Expecting ',' delimiter", None),
     ],
 )
@@ -144,6 +146,24 @@ def test_the_server_says_what_is_wrong_with_a_body(http, content, message, param
         error = answer.json()["error"]
         assert (answer.status_code, error["message"]) == (400, message.format(prompt=prompt))
         assert error["param"] == (param and param.format(prompt=prompt))
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"metadata": ' + '{"a":' * 500 + "1" + "}" * 500,
+        '"seed": ' + "1" * 100_000,
+        '"\\ud800": 1',
+        '"prompt": "\\ud800"',
+        '"messages": [{"role": "user", "content": "\\ud800"}]',
+    ],
+    ids=["depth", "digits", "name", "prompt", "message"],
+)
+def test_values_that_python_cannot_represent_are_refused(http, route, field):
+    body = f'{{"model": "{MODEL}", {json.dumps(PROMPTS[route])[1:-1]}, {field}}}'
+    answer = http.post(f"/v1/{route}", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
