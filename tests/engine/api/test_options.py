@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from engine.api import server
 from engine.api.server import ServerConfig
 from engine.api.tool_formats import FORMATS
+from engine.commands.main import cli
 from engine.commands.options import EngineOptions
 from ssd.errors import UserError
 from tests.descriptors import check_accepting
@@ -72,6 +74,15 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(monkeypatch
         port = occupied.getsockname()[1] if config.get("port") == "occupied" else 0
         with pytest.raises(UserError, match=message):
             asyncio.run(server.serve(options, ServerConfig(**config | {"port": port}), MODEL, print))
+
+
+@pytest.mark.parametrize(
+    ("loras", "message"), [(["a"], "must be NAME=FOLDER, not 'a'"), (["a=x", "a=y"], "--lora a=y: a was given before")]
+)
+def test_unusable_names_of_adapters_are_refused(loras, message):
+    result = CliRunner().invoke(cli, ["serve", *(part for lora in loras for part in ("--lora", lora))])
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_the_format_of_tool_calls_is_that_of_the_chat_template_unless_it_is_given(tmp_path):

@@ -4,6 +4,9 @@ import io
 
 import pytest
 
+from engine.commands import launch
+from engine.commands.options import EngineOptions
+from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 from tests.engine.damage import edit_json
 from tests.engine.models.quantized_formats import FORMATS, quantize_folder
@@ -14,9 +17,7 @@ FILES = {
     "bad.jsonl": b"{\n",
     "type.jsonl": b'{"prompt": [-1]}\n',
     "ids.jsonl": b'{"prompt": [1, 300]}\n',
-    "number.jsonl": b'{"prompt": "x", "adapter": "a"}\n{"prompt": "y", "adapter": 1}\n',
     "field.jsonl": b'{"prompt": "a", "source": "a note"}\n{"prompt": "b", "max_tokens": 3}',
-    "adapter.jsonl": b'{"prompt": "x"}\n{"prompt": "x", "adapter": "a"}\n',
     "surrogate.jsonl": b'{"prompt": "\\ud800"}\n',
     "gguf/model.gguf": b"GGUF",
 }
@@ -25,7 +26,7 @@ BAD_INPUT = [
     ("", [""], "prompt 1: the prompt is empty"),
     ("", ["x", ""], "prompt 2: the prompt is empty"),
     ("", ["x " * 2000], "context window of 512"),
-    ("--n 2", ["x", "x " * 2000], "prompt 2: the prompt has"),
+    ("", ["x", "x " * 2000], "prompt 2: the prompt has"),
     ("", ["\udcff"], "prompt 1: the prompt is not valid Unicode"),
     ("--drafter-option x", ["x"], "--drafter-option must be KEY=VALUE, not 'x'"),
     ("--drafter-option x=1 --drafter-option x=2", ["x"], "x was given before"),
@@ -37,8 +38,7 @@ BAD_INPUT = [
     ("--file /binary.txt", [], "is not text in UTF-8"),
     ("--file /bad.jsonl", [], "line 1 is not a JSON object"),
     ("--file /type.jsonl", [], "line 1: `prompt` must be"),
-    ("--file /field.jsonl", [], "line 2: there is no field `max_tokens`; give prompt, adapter, source"),
-    ("--file /number.jsonl", [], "line 2: `adapter` must be text"),
+    ("--file /field.jsonl", [], "line 2: there is no field `max_tokens`; give prompt, source"),
     ("--file /ids.jsonl", [], "vocabulary ends at 299"),
     ("--file /surrogate.jsonl", [], "prompt 1: the prompt is not valid Unicode"),
     ("--model /no/such", ["x"], "no/such; give a Hugging Face folder, a GGUF file, or"),
@@ -52,10 +52,6 @@ BAD_INPUT = [
     ("--top-p 0", ["x"], "top_p must be above 0"),
     ("--max-tokens 0", ["x"], "max_tokens must be at least 1"),
     ("--stop {empty}", ["x"], "stop must not contain an empty string"),
-    ("--lora a", ["x"], "--lora must be NAME=FOLDER, not 'a'"),
-    ("--lora a=x --lora a=y", ["x"], "--lora a=y: a was given before"),
-    ("--adapter a", ["x"], "prompt 1: there is no adapter 'a'; this engine has none"),
-    ("--file /adapter.jsonl", [], "prompt 2: there is no adapter 'a'"),
     ("--device meta", ["x"], "--device meta: PyTorch finds no such device"),
 ]
 
@@ -97,7 +93,6 @@ def test_a_missing_prompt_is_an_error(run, model_folder, is_terminal):
         ("--drafter rest", "it needs a corpus; give --drafter-option path=SNAPSHOT"),
         ("--drafter rest --drafter-option path=absent.txt", "absent.txt: cannot be read"),
         ("--drafter ssd+lookahead --drafter-option window=1", "--drafter lookahead: window must be 2 to 64"),
-        ("--lora a=absent", "--lora a: there is no folder absent"),
         ("--drafter ssd-remote --address unix:/absent/socket", "no drafter answers at unix:/absent/socket"),
         ("--drafter ssd+ssd-remote --address 127.0.0.1:1", "at 127.0.0.1:1 (Connection refused)"),
     ],
@@ -105,7 +100,7 @@ def test_a_missing_prompt_is_an_error(run, model_folder, is_terminal):
 def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(
     run, model_folder, monkeypatch, options, message
 ):
-    monkeypatch.setattr("engine.commands.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(launch, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
     code, _, err = run("generate", "--model", model_folder, "--device", "cpu", *options.split(), "x")
     assert (code, message in err) == (2, True)
 
@@ -114,7 +109,6 @@ def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(
     ("options", "reason"),
     [
         ("3", "--tensor-parallel 3 does not divide the model's num_heads, 4"),
-        ("2 --lora a=absent", "--lora cannot be combined with --tensor-parallel 2"),
         ("2 --drafter self-int8", "--drafter self-int8 reads the keys and values of the whole target"),
     ],
 )
@@ -126,6 +120,15 @@ def test_models_that_cannot_be_divided_are_refused_before_their_weights_are_read
     err = generate("--tensor-parallel", *options.split(), "x", model=tmp_path, status=2).err
     assert reason in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"), [(1, "--lora a: there is no folder absent"), (2, "--lora cannot be combined with --tensor-p")]
+)
+def test_adapters_that_cannot_be_used_are_refused_before_loading_the_model(model_folder, monkeypatch, ranks, reason):
+    monkeypatch.setattr(launch, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(UserError, match=reason):
+        launch.load(EngineOptions(folder=model_folder, device="cpu", loras={"a": "absent"}, tensor_parallel=ranks))
 
 
 def test_quantized_weights_run_with_a_warning_or_are_refused(generate, tmp_path):
