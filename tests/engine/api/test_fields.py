@@ -83,9 +83,9 @@ def prompt_ids(http, **fields):
     return answer.json()["prompt_token_ids"]
 
 
-def test_settings_of_the_prompt_take_effect_as_fields_and_as_arguments_of_the_template(http):
+def test_settings_of_the_prompt_take_effect_as_fields_and_as_arguments_of_the_template(http, folder):
     def encoded(text):
-        return Tokenizer(SHIPPED_MODEL).encode(text).tolist()
+        return Tokenizer(folder).encode(text).tolist()
 
     whole = "# user: a list\n# assistant: def add(a, b):\n"
     assert prompt_ids(http) == prompt_ids(http, add_special_tokens=False) == encoded(f"{whole}# answer\n")
@@ -131,10 +131,13 @@ def test_a_predicted_output_becomes_hints(content):
     assert asyncio.run(Service.hints(service, body)).tolist() == Tokenizer(SHIPPED_MODEL).encode("ab").tolist()
 
 
-def test_tools_need_a_known_format_of_calls():
-    service = SimpleNamespace(served=SimpleNamespace(chat=SimpleNamespace(takes_tools=True), tool_format=None))
-    with pytest.raises(ApiError, match=r"start the server with --tool-call-parser hermes\|") as refused:
-        tool_format(service)
+@pytest.mark.parametrize(
+    ("takes_tools", "message"), [(False, "does not use them"), (True, "start the server with --tool-call-parser her")]
+)
+def test_tools_need_a_template_and_a_known_format_of_calls(takes_tools, message):
+    served = SimpleNamespace(chat=SimpleNamespace(takes_tools=takes_tools), tool_format=None)
+    with pytest.raises(ApiError, match=message) as refused:
+        tool_format(SimpleNamespace(served=served))
     assert (refused.value.status, refused.value.param) == (400, "tools")
 
 

@@ -102,7 +102,6 @@ CHATS = [
     ({SETTINGS: {"add_generation_prompt": "no"}}, "add_generation_prompt", "valid boolean"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "does not use"),
     ({"reasoning_effort": "low", SETTINGS: {"reasoning_effort": "high"}}, "reasoning_effort", "differs"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "the chat template of this model does not"),
     ({"tool_choice": "required"}, "tool_choice", "required needs tools"),
     ({"tools": [tool()], "tool_choice": tool(strict=True)}, "tool_choice", "send only the name of the function"),
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),

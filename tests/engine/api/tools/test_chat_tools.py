@@ -87,7 +87,7 @@ NEWS = CALL.replace("weather", "news")
         ("It is cold. ", {}, "It is cold. ", [], "stop"),
         (NEWS, {}, NEWS, [], "stop"),
         (CALL, {"tool_choice": "none"}, CALL, [], "stop"),
-        (f"{CALL}\n{CALL}", {}, f"\n{CALL}", [OSLO], "tool_calls"),
+        (f"{CALL}\n{CALL}", {}, CALL, [OSLO], "tool_calls"),
         (f"{CALL}\n{CALL}", {"parallel_tool_calls": True}, None, [OSLO, OSLO], "tool_calls"),
         (f"I look.{CALL}", {"stop": ["<tool_call>"]}, "I look.", [], "stop"),
     ],

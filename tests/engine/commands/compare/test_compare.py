@@ -162,7 +162,7 @@ def test_the_range_of_rounds_is_shown(run, chosen, tmp_path):
     assert low <= ngram["speedup"] <= high
     assert f"{low:.2f}-{high:.2f}" in out
     assert (ngram["prompts"], document["partial"]) == (9, "")
-    assert re.search(r"^36 outputs of 3 tokens: about 1 min\.", out, re.MULTILINE)
+    assert re.search(r"^36 outputs of 3 tokens: about 2 min\.", out, re.MULTILINE)
 
 
 def test_an_interrupted_comparison_keeps_its_results(compare, tmp_path, monkeypatch):
