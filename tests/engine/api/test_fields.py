@@ -18,7 +18,7 @@ from engine.api.schemas import ChatRequest, CompletionRequest
 from engine.api.service import Service
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from tests.engine.api.serving import KEY, MODEL, complete, eventually
+from tests.engine.api.serving import KEY, MODEL, PROMPTS, complete, eventually, metric
 from tests.strategies import array
 
 DOCS = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -141,26 +141,39 @@ def test_tools_need_a_template_and_a_known_format_of_calls(takes_tools, message)
     assert (refused.value.status, refused.value.param) == (400, "tools")
 
 
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("route", PROMPTS)
 def test_drafters_are_chosen_over_http_and_reported_by_source(http, route):
     def answered(**more):
-        text, answer = complete(http, route, **{"max_tokens": 40, "temperature": 0, "ignore_eos": True} | more)
-        return text, answer["usage"]["draft"]
+        fields = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_drafted": True} | more
+        text, answer = complete(http, route, **fields)
+        [choice] = answer["choices"]
+        assert "".join(piece for piece, _ in choice["pieces"]) == text
+        is_drafted = any(is_drafted for _, is_drafted in choice["pieces"])
+        assert is_drafted == (answer["usage"]["draft"]["accepted_tokens"] > 0)
+        return text, answer["usage"]
 
-    # While drafting is not worthwhile, as on a busy machine, little is drafted.
-    text, draft = eventually(lambda: answer if (answer := answered())[1]["drafted_tokens"] else None)
+    def drafted(**more):
+        """Return an answer with drafts; on a busy machine there are none while drafting is not worthwhile."""
+        return eventually(lambda: answer if (answer := answered(**more))[1]["draft"]["accepted_tokens"] else None)
+
+    text, usage = drafted()
+    draft = usage["draft"]
     for figure in ("drafted_tokens", "accepted_tokens"):
         assert sum(counts[figure] for counts in draft["by_source"].values()) == draft[figure]
+    assert draft["tokens_per_step"] == pytest.approx(40 / draft["steps"], abs=1e-3)
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == 0  # There was no prediction.
+    assert metric(http, "vllm:spec_decode_num_accepted_tokens_total") >= draft["accepted_tokens"]
     chosen, short = answered(drafter="ssd", max_draft=1)
     assert chosen == text
-    assert short["accepted_tokens"] <= short["drafted_tokens"] <= short["steps"]
+    assert short["draft"]["accepted_tokens"] <= short["draft"]["drafted_tokens"] <= short["draft"]["steps"]
     without, plain = answered(drafter="none")
-    assert without == text
-    assert plain == {"steps": 40, "drafted_tokens": 0, "accepted_tokens": 0, "tokens_per_step": 1, "by_source": {}}
+    assert (without, plain["draft"]["drafted_tokens"], plain["draft"]["steps"]) == (text, 0, 40)
     sampled = {"temperature": 1, "seed": 7, "learn": False}
     text, _ = answered(**sampled)
-    for content in (text, "another text", [{"type": "text", "text": text}]):
+    for content in ("another text", [{"type": "text", "text": text}]):
         assert answered(**sampled, prediction={"type": "content", "content": content})[0] == text
+    predicted = sampled | {"prediction": {"type": "content", "content": text}}
+    eventually(lambda: answered(**predicted)[1]["completion_tokens_details"]["accepted_prediction_tokens"])
 
 
 # --- Requests as common clients send them by default

@@ -62,29 +62,6 @@ def test_a_stream_equals_the_complete_response(http, route):
     assert route == "completions" or choices[0]["delta"]["role"] == "assistant"
 
 
-def mostly_drafted(answer):
-    """Return an answer if most of it was drafted. While drafting is not worthwhile, as on a busy machine, little is."""
-    return answer if answer.usage.model_dump()["draft"]["accepted_tokens"] > 30 else None
-
-
-def test_repeats_are_drafted_and_reported(client, http):
-    payload = {"model": MODEL, "prompt": PROMPT + "pivot", "max_tokens": 60, "temperature": 0}
-    first = client.completions.create(**payload)
-    second = eventually(lambda: mostly_drafted(client.completions.create(**payload)))
-    assert first.choices[0].text == second.choices[0].text
-    draft = second.usage.model_dump()["draft"]
-    assert draft["tokens_per_step"] > 2
-    assert second.usage.completion_tokens_details.accepted_prediction_tokens == 0  # There was no prediction.
-    predicted = {"prediction": {"type": "content", "content": first.choices[0].text}}
-    again = eventually(lambda: mostly_drafted(client.completions.create(**payload, extra_body=predicted)))
-    assert again.usage.completion_tokens_details.accepted_prediction_tokens > 0
-    again = client.completions.create(**payload, extra_body={"return_drafted": True})
-    pieces = again.choices[0].model_dump()["pieces"]
-    assert "".join(text for text, _ in pieces) == first.choices[0].text
-    assert any(is_drafted for _, is_drafted in pieces)
-    assert metric(http, "vllm:spec_decode_num_accepted_tokens_total") >= draft["accepted_tokens"]
-
-
 def test_several_prompts_with_several_outputs(client):
     payload = {"model": MODEL, "prompt": ["def a():", "def b():"], "n": 3, "max_tokens": 8, "temperature": 1, "seed": 5}
     answer = client.completions.create(**payload)
