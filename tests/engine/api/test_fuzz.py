@@ -11,8 +11,6 @@ from schemathesis.checks import not_a_server_error
 
 from tests.engine.api.serving import MODEL, TIMEOUT_S
 
-EXAMPLES = 25
-
 
 @pytest.fixture(scope="module", autouse=True)
 def working_server(server):
@@ -51,7 +49,12 @@ def test_requests_that_the_description_allows_or_forbids(server, description, pa
     if mode is GenerationMode.NEGATIVE and method == "GET":
         pytest.skip("has no body that could be wrong")
 
-    @settings(max_examples=EXAMPLES, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=settings().max_examples // 4,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
     @given(case=operation.as_strategy(generation_mode=mode))
     def fuzz(case):
         if isinstance(case.body, dict) and path != "/v1/weights":
