@@ -51,7 +51,6 @@ def test_requests_that_the_description_allows_or_forbids(server, description, pa
 
     @settings(
         max_examples=settings().max_examples // 4,
-        derandomize=True,
         suppress_health_check=list(HealthCheck),
         database=None,
     )
