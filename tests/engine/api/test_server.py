@@ -176,7 +176,8 @@ def test_keys_and_allowed_origins(small, origin, allowed):
 def test_a_full_queue(small):
     assert small.http.post("/v1/completions", json=LONG | {"n": 3}).status_code == 400
     with small.http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 2}) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # Kept, because its end closes the stream.
+        next(lines)
         refused = small.http.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     eventually(lambda: metric(small.http, "vllm:num_requests_running") == 0)
