@@ -13,10 +13,10 @@ TEMPLATE = """{%- if tools %}Write calls as <tool_call>{"name": ..., "arguments"
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{% endif %}
 {%- for message in messages %}# {{ message.role }}: {{ message.content or "" }}
-{%- for call in message.tool_calls or [] %}<tool_call>
+{% for call in message.tool_calls or [] %}<tool_call>
 {{ call.function | tojson }}
-</tool_call>{% endfor %}
-{% endfor %}{% if add_generation_prompt %}# answer
+</tool_call>
+{% endfor %}{% endfor %}{% if add_generation_prompt %}# answer
 {% endif %}"""
 
 

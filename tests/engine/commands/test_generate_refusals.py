@@ -1,6 +1,7 @@
 """Input that the `generate` command refuses."""
 
 import io
+from pathlib import Path
 
 import pytest
 
@@ -128,7 +129,9 @@ def test_models_that_cannot_be_divided_are_refused_before_their_weights_are_read
 def test_adapters_that_cannot_be_used_are_refused_before_loading_the_model(model_folder, monkeypatch, ranks, reason):
     monkeypatch.setattr(launch, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(UserError, match=reason):
-        launch.load(EngineOptions(folder=model_folder, device="cpu", loras={"a": "absent"}, tensor_parallel=ranks))
+        launch.load(
+            EngineOptions(folder=model_folder, device="cpu", loras={"a": Path("absent")}, tensor_parallel=ranks)
+        )
 
 
 def test_quantized_weights_run_with_a_warning_or_are_refused(generate, tmp_path):
