@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine.commands import main, openmp
+from engine.commands import main
 
 PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
 
@@ -19,7 +19,7 @@ def test_commands_import_no_more_than_they_need():
     script = """if True:
         import sys
         from click.testing import CliRunner
-        from engine.commands import main, openmp
+        from engine.commands import main
         result = CliRunner().invoke(main.cli, ["--help"])
         assert result.exit_code == 0, result.output
         assert not {"numba", "torch", "grpc", "numpy"} & set(sys.modules), sorted(sys.modules)
@@ -99,9 +99,9 @@ def stat(ticks, idle, busy):
     ],
 )
 def test_threads_do_not_spin_if_they_exceed_the_free_processors(monkeypatch, idle, busy, environment, limits):
-    monkeypatch.setattr(openmp, "usable_processors", lambda: {1, 3})
-    monkeypatch.setattr(openmp.time, "sleep", lambda _: None)
+    monkeypatch.setattr(main, "usable_processors", lambda: {1, 3})
+    monkeypatch.setattr(main.time, "sleep", lambda _: None)
     stats = iter([stat(7, 1000, 500), stat(9000, 1000 + idle, 500 + busy)])
     chosen = dict(environment)
-    openmp.limit_spinning(chosen, lambda: next(stats))
-    assert chosen == environment | ({"GOMP_SPINCOUNT": openmp.NO_SPINNING} if limits else {})
+    main.limit_spinning(chosen, lambda: next(stats))
+    assert chosen == environment | ({"GOMP_SPINCOUNT": main.NO_SPINNING} if limits else {})
