@@ -92,7 +92,7 @@ async def test_a_killed_engine_ends_requests(engine):
     [process] = [each for each in multiprocessing.active_children() if each.name == "ssd-engine"]
     process.kill()
     with pytest.raises(EngineGoneError, match="the engine process has ended"):
-        await running
+        await asyncio.wait_for(running, TIMEOUT_S)
     await asyncio.wait_for(engine.wait_for_end(), TIMEOUT_S)
     with pytest.raises(EngineGoneError):
         await size_of(engine.run([request(1)]))
