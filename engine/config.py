@@ -25,8 +25,6 @@ class EngineConfig:
     kv_memory_mib: int | None = None
     """Memory for the KV cache in MiB; less is allocated if `max_sequences` full context windows need less. None: what
     one full context window takes, at least 256 MiB, but at most half of the free memory."""
-    prefix_cache: bool = True
-    """Whether requests reuse the keys and values of a prefix that they share with earlier ones."""
     watermark: float = 0.01
     """Fraction of the pages kept free for running sequences when a request is admitted; vLLM's value."""
     max_draft: int = 16

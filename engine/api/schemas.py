@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from engine.api.fields import UNSUPPORTED, Body, OutputFormat, StructuredOutputs, Tool
+from engine.api.fields import HARMLESS, Body, OutputFormat, StructuredOutputs, Tool
 from engine.sampling.grammar import Grammar
 from ssd.corpus.rollout import Rollout
 
@@ -143,11 +143,10 @@ class SamplingFields(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unsupported_defaults(cls, given: Any) -> Any:
+    def _drop_harmless(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        known = {name: each.accepted for name, each in UNSUPPORTED.items()}
-        return {name: value for name, value in given.items() if value not in known.get(name, ())}
+        return {name: value for name, value in given.items() if value not in HARMLESS.get(name, ())}
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingFields:

@@ -40,7 +40,6 @@ from ssd.types import offsets_of
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.scheduling.report import StepReport
-    from engine.scheduling.request import Completion
 
 STATS_INTERVAL_S = 0.25
 MAX_RECEIVING_S = 0.1

@@ -24,7 +24,7 @@ from engine.engine import Engine
 from engine.models.tokenizer import Detokenizer, Tokenizer
 from engine.scheduling.draft_usage import draft_usage
 from engine.scheduling.report import StepReport
-from engine.scheduling.request import Completion, Request, SamplingParams, sample_seed
+from engine.scheduling.request import Completion, Request, SamplingParams
 from ssd.errors import UserError
 
 NO_PROMPT = "no prompt; give one as an argument, with --file, or on stdin"
@@ -54,7 +54,7 @@ def run_generate(
             notify=lambda text: console.print(escape(text)),
         )
     with closing(engine):
-        for number, request in enumerate(requests[:: options.samples], start=1):
+        for number, request in enumerate(requests, start=1):
             with _prefix_errors(number):
                 longest = engine.check(request)
             room, wanted = longest - len(request.prompt), request.sampling.max_tokens
@@ -101,18 +101,13 @@ def _requests(
     engine: EngineOptions,
     sampling: SamplingParams,
 ) -> list[Request]:
-    """Return a request per sample of each prompt. Repeated prompts have different seeds."""
+    """Return a request for each prompt. Repeated prompts have different seeds."""
     requests = []
     chat = load_chat(engine.folder, tokenizer) if options.chat else None
     for index, prompt in enumerate(prompts):
-        seed = sampling.seed + index
         with _prefix_errors(index + 1):
-            request = Request(prompt.tokens(tokenizer, chat), sampling, adapter=prompt.adapter or options.adapter)
-            request.check_adapter(engine.loras)
-        requests += [
-            replace(request, sampling=replace(request.sampling, seed=sample_seed(seed, sample)))
-            for sample in range(options.samples)
-        ]
+            request = Request(prompt.tokens(tokenizer, chat), replace(sampling, seed=sampling.seed + index))
+        requests.append(request)
     return requests
 
 
@@ -183,7 +178,6 @@ class CompletionWriter:
         """`requests`: those of the prompts, in their order. Raises UserError if the file cannot be written."""
         self._prompts = prompts
         self._requests = requests
-        self._samples = options.samples
         self._tokenizer = tokenizer
         self._path = options.out
         self._shows_prompts = not options.chat
@@ -239,11 +233,9 @@ class CompletionWriter:
 
     def _write_line(self, file: TextIO, index: int) -> None:
         completion = self._waiting[index]
-        prompt, sample = divmod(index, self._samples)
         line = {
-            "index": prompt,
-            "sample": sample,
-            "prompt": self._prompts[prompt].content,
+            "index": index,
+            "prompt": self._prompts[index].content,
             "completion": self._text(index),
             "tokens": completion.tokens.tolist(),
             "finish_reason": completion.finish_reason.value,
@@ -269,7 +261,7 @@ class CompletionWriter:
 
     def _prompt(self, index: int) -> str:
         """Return what is shown before the output of a request."""
-        prompt = self._prompts[index // self._samples].content
+        prompt = self._prompts[index].content
         if not self._shows_prompts:
             return ""
         return prompt if isinstance(prompt, str) else f"<{len(prompt)} token ids>"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable, Collection, MutableMapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import Any
 import click
 
 from drafter_service.settings.flags import FlagCommand, takes
-from engine.commands.openmp import limit_spinning
 from engine.commands.options import (
     CompareFlags,
     DemoFlags,
@@ -24,10 +25,17 @@ from engine.commands.options import (
     ServerConfig,
     TrainFlags,
 )
+from ssd.corpus.processors import usable_processors
 from ssd.errors import UserError, exit_with_message, missing_extra
 
 MODULES = ("torch", "fastapi", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "uvicorn")
 """Modules of the extra `engine`, which all commands need."""
+NO_SPINNING = "0"
+WINDOW_S = 0.1
+"""Time over which the load of the processors is measured: ten ticks of Linux's clock."""
+TOLERATED = 0.5
+"""Processors' worth of missing capacity at which threads still spin: background load is not contention."""
+STAT = Path("/proc/stat")
 
 
 class _Command(FlagCommand):
@@ -162,6 +170,39 @@ for _kind, _help in (
     ("medusa", "Train Medusa heads for a target."),
 ):
     _add_head_command(_kind, _help)
+
+
+# --- Waiting threads of OpenMP
+
+
+def limit_spinning(environment: MutableMapping[str, str], read: Callable[[], str] = STAT.read_text) -> None:
+    """Let waiting threads sleep at once if other processes need the processors: if OpenMP's threads exceed those that
+    are free. Called before PyTorch is first imported.
+
+    GNU OpenMP, which PyTorch's Linux builds contain, lets a waiting thread spin for milliseconds before it sleeps. On
+    idle processors this is fastest. If other processes compete for the processors, a spinning thread keeps the thread
+    that it waits for from being scheduled. docs/experiments.md has the figures (2026-11-22).
+
+    Values of GOMP_SPINCOUNT and OMP_WAIT_POLICY in `environment` take precedence. `read` returns /proc/stat.
+    """
+    if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys() or not STAT.exists():
+        return
+    processors = usable_processors()
+    wanted = environment.get("OMP_NUM_THREADS", "")
+    threads = int(wanted) if wanted.isdecimal() else len(processors)
+    before = _times(read(), processors)
+    time.sleep(WINDOW_S)
+    idle, total = (after - start for after, start in zip(_times(read(), processors), before, strict=True))
+    busy = len(processors) * (1 - idle / total) if total else 0.0
+    if threads > 1 and busy + threads > len(processors) + TOLERATED:
+        environment["GOMP_SPINCOUNT"] = NO_SPINNING
+
+
+def _times(stat: str, processors: Collection[int]) -> tuple[int, int]:
+    """Return the ticks that some processors spent idle, and all their ticks."""
+    names = {f"cpu{number}" for number in processors}
+    rows = [list(map(int, row.split()[1:9])) for row in stat.splitlines() if row.partition(" ")[0] in names]
+    return sum(row[3] + row[4] for row in rows), sum(map(sum, rows))
 
 
 def main() -> None:

@@ -151,8 +151,6 @@ class EngineFlags(ModelFlags):
     outputs have the same distribution, and more drafts of a sampling drafter are accepted."""
     max_sequences: Whole = 16
     """Maximum number of requests that run at the same time; further requests are queued."""
-    loras: Annotated[Mapping[str, Path], Flag("--lora", "NAME=FOLDER", _loras)] = field(default_factory=dict)
-    """LoRA adapter in PEFT's format that requests may choose by NAME. Can be repeated."""
     tensor_parallel: Annotated[Whole, Flag(metavar="N")] = 1
     """Divide the model over N GPUs, or over N processes on a CPU."""
 
@@ -166,6 +164,8 @@ class EngineOptions(EngineFlags):
     """Hugging Face folder, or GGUF file, of `model`."""
     draft_folders: Mapping[str, Path] = field(default_factory=dict)
     """Folders of weights, by the kind of drafter."""
+    loras: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of LoRA adapters by name."""
     require_sidecar: bool = True
     """Whether `ssd-remote` must find its sidecar at the start."""
 
@@ -208,13 +208,9 @@ class GenerateFlags:
 
     path: Annotated[Path | None, Flag("--file")] = None
     """File with one prompt per line; - is one prompt from stdin. In a .jsonl file, lines are objects with a `prompt`
-    and, optionally, `adapter` and `source` (a note)."""
-    samples: Annotated[Whole, Flag("--n")] = 1
-    """Outputs per prompt, each with a seed derived from the prompt's; each further prompt has the next seed."""
+    and, optionally, `source` (a note)."""
     chat: bool = False
     """Send each prompt as a message of the user, formatted with the model's chat template."""
-    adapter: str | None = None
-    """Adapter of --lora for prompts that name none.  [default: none]"""
     out: Path | None = None
     """Write completions as JSON lines instead of printing them; - is stdout."""
 
@@ -224,6 +220,8 @@ class ServeEngineFlags(EngineFlags):
     """Options of the engine of `serve`."""
 
     max_sequences: Whole = 64
+    loras: Annotated[Mapping[str, Path], Flag("--lora", "NAME=FOLDER", _loras)] = field(default_factory=dict)
+    """LoRA adapter in PEFT's format that requests may choose by NAME. Can be repeated."""
     require_sidecar: bool = False
     """Do not start if no sidecar answers, instead of serving without drafts."""
     name: str | None = None

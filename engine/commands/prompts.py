@@ -12,18 +12,16 @@ from drafter_service.client.chat_template import load_chat_template
 from engine.models.tokenizer import ChatPrompts, Tokenizer
 from ssd.errors import UserError
 
-FIELDS = ("prompt", "adapter", "source")
+FIELDS = ("prompt", "source")
 """Fields of a line of a .jsonl file; `source` may say where a prompt is from, and is not used."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, with the adapter that its line of a .jsonl file names."""
+    """A prompt."""
 
     content: str | list[int]
     """Text, or token ids."""
-    adapter: str | None = None
-    """As in `Request`."""
 
     def tokens(self, tokenizer: Tokenizer, chat: ChatPrompts | None = None) -> np.ndarray:
         """Return the token ids, uint32 [n]. chat: formats the text as a message of the user.
@@ -89,7 +87,4 @@ def _prompt_of_line(line: str, number: int) -> Prompt:
         raise UserError(f"line {number}: `prompt` must be text or a list of token ids")
     if unknown := record.keys() - set(FIELDS):
         raise UserError(f"line {number}: there is no field `{min(unknown)}`; give {', '.join(FIELDS)}")
-    adapter = record.get("adapter")
-    if not isinstance(adapter, str | None):
-        raise UserError(f"line {number}: `adapter` must be text")
-    return Prompt(content, adapter)
+    return Prompt(content)

@@ -163,8 +163,6 @@ class Scheduler:
 
     def register_pages(self, sequence: Sequence) -> None:
         """Register a sequence's full pages with the prefix cache; their tokens must be committed."""
-        if not self._config.prefix_cache:
-            return
         before, full = int(sequence.state[REGISTERED]), sequence.computed // self.pages.page_size
         if full > before:
             self.pages.register(sequence.held_pages[before:full], self._hashes(sequence, full)[before:])
@@ -258,7 +256,7 @@ class Scheduler:
 
         Tokens whose logits are needed must run: the last one, and all of a prompt with log-probabilities.
         """
-        if not self._config.prefix_cache or sequence.request.sampling.prompt_logprobs is not None:
+        if sequence.request.sampling.prompt_logprobs is not None:
             return 0
         return (len(sequence) - 1) // self.pages.page_size
 
@@ -293,7 +291,7 @@ class Scheduler:
 
     def _hashes_after(self, sequence: Sequence, scheduled: int) -> np.ndarray:
         """Return the hashes of the pages that the step fills, uint64 [n, WORDS]."""
-        full = (sequence.computed + scheduled) // self.pages.page_size if self._config.prefix_cache else 0
+        full = (sequence.computed + scheduled) // self.pages.page_size
         return self._hashes(sequence, full)[int(sequence.state[REGISTERED]) :]
 
     def _chunk(self, sequence: Sequence, limit: int) -> int:

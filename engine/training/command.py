@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
 from drafter_service.client.tokenizer import TOKENIZER_FILE
 from engine.commands.options import TrainFlags
 from engine.commands.progress import LongProgress
-from engine.commands.prompts import read_prompt_file
 from engine.models.checkpoint import CONFIG_FILE
 from engine.models.decoder import Decoder
 from engine.models.folders import read_json
@@ -21,27 +18,21 @@ from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
 from engine.models.heads.medusa import MedusaHeads
 from engine.models.loader import load_config, load_model, save_model
-from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
+from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from engine.training.acceptance import (
-    MAX_PROMPT_TOKENS,
-    PROMPTS,
-    TEMPERATURES,
-    Acceptance,
-    measure,
-    write_card,
-)
-from engine.training.data import end_token, file_text, library_text
+from engine.training.data import end_token, file_tokens, library_tokens, windows_of
 from engine.training.kinds import KINDS, Recipe
 from engine.training.run import Run, resume, train
 from ssd.errors import UserError
 
+LICENSE_FILE = "LICENSE.txt"
+"""License of a target, which applies to heads that begin with its weights."""
 OF_ALL_LAYERS = ("dtype", "layer_types", "num_nextn_predict_layers", "quantization_config")
 """Fields of a target's `config.json` that do not hold for a draft model."""
 
 
-def train_head(kind: str, options: TrainFlags, console: Console, recipe: Recipe | None = None) -> Acceptance:
-    """Train a head, write it to `options.out` and return its acceptance at the first of `TEMPERATURES`.
+def train_head(kind: str, options: TrainFlags, console: Console, recipe: Recipe | None = None) -> None:
+    """Train a head, write it to `options.out`, and print how to measure it.
 
     recipe: None for that of the kind. An interrupted call with the same options is continued from `options.work`.
     Raises UserError for options that do not fit together, for files that cannot be used, and for a work folder with
@@ -63,8 +54,8 @@ def train_head(kind: str, options: TrainFlags, console: Console, recipe: Recipe 
     try:
         recipe = recipe if options.tokens is None else replace(recipe, total_tokens=options.tokens)
         end = end_token(target.config)
-        text = file_text(options.data, tokenizer, end) if options.data else library_text(folder, tokenizer, end)
-        windows, held_out = text.windows(recipe.window, recipe.seed)
+        tokens = file_tokens(options.data, tokenizer, end) if options.data else library_tokens(folder, tokenizer, end)
+        windows = windows_of(tokens, recipe.window, recipe.seed)
         run = resume(recipe, target, windows, work)
     except ValueError as problem:
         raise UserError(str(problem)) from None
@@ -76,23 +67,19 @@ def train_head(kind: str, options: TrainFlags, console: Console, recipe: Recipe 
             progress=lambda run: progress.advance(1, f"tokens per step {run.tokens_per_step:.2f}"),
         )  # fmt: skip
     write_head(run, options.out, folder)
-    prompts = _held_out_prompts(folder, tokenizer, held_out)
-    results = [measure(kind, options.out, target, folder, prompts, temperature) for temperature in TEMPERATURES]
-    for each in results:
-        console.print(f"{each.tokens_per_step:.2f} tokens per step at temperature {each.temperature:g}")
-    used = min(windows.size, recipe.steps * recipe.batch_tokens)
-    facts = {
-        "data": f"{len(options.data)} text files" if options.data else "the files that the target was trained on",
-        "tokens of the data": f"{used:,}",
-        "held-out prompts": str(len(prompts)),
-    }
-    write_card(options.out, run, folder, facts, results)
-    return results[0]
+    console.print(
+        f"about {run.tokens_per_step:.2f} tokens per step at the end, on the text of the run; measure it with\n"
+        f"ssd-engine compare --model {folder} --drafter {kind} --draft-model {options.out}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 def write_head(run: Run, folder: Path, target: Path) -> None:
-    """Write the weights in a published format."""
+    """Write the weights in a published format, and the target's license file if it has one."""
     module = run.module
+    folder.mkdir(parents=True, exist_ok=True)
+    if (target / LICENSE_FILE).exists():
+        shutil.copy(target / LICENSE_FILE, folder / LICENSE_FILE)
     if isinstance(module, DraftHead | MedusaHeads):
         save_head(module, folder, base_model=target.name)
         return
@@ -102,15 +89,3 @@ def write_head(run: Run, folder: Path, target: Path) -> None:
     for name in (TOKENIZER_FILE, "tokenizer_config.json", "generation_config.json"):
         if (target / name).exists():
             shutil.copy(target / name, folder / name)
-
-
-def _held_out_prompts(target: Path, tokenizer: Tokenizer, windows: np.ndarray) -> Sequence[np.ndarray]:
-    """Return at most `PROMPTS` prompts of at most `MAX_PROMPT_TOKENS` tokens each, uint32 [N].
-
-    They are the ends of the last prompts of the target's own file if it has one, else the beginnings of held-out
-    windows.
-    """
-    path = target / PROMPTS_FILE
-    if not path.exists():
-        return [window[: min(MAX_PROMPT_TOKENS, len(window) // 2)] for window in windows[:PROMPTS]]
-    return [prompt.tokens(tokenizer)[-MAX_PROMPT_TOKENS:] for prompt in read_prompt_file(path)[-PROMPTS:]]

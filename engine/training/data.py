@@ -6,7 +6,6 @@ import json
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,41 +17,26 @@ from ssd.errors import UserError
 
 FILES_FILE = "files.json"
 """File in the folder of the shipped target: the version of Python, and the names of files of its library."""
-HELD_OUT_EVERY = 50
-"""Number of documents of which one is held out."""
 DOCUMENT_FIELDS = ("prompt", "text", "completion")
 """Fields of a line of a `.jsonl` file whose texts form a document; `ssd-engine generate` writes the first and last."""
 
 
-@dataclass(frozen=True)
-class TrainingText:
-    """Tokens to train on and held-out tokens, uint32 [N] each."""
+def windows_of(tokens: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Return windows of a text, uint32 [N], in a random order, uint32 [W, length].
 
-    train: np.ndarray
-    held_out: np.ndarray
-
-    def windows(self, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return windows of both sides in a random order, uint32 [W, length] each.
-
-        Raises UserError for a text that has no window on one of the sides.
-        """
-        rng = np.random.default_rng(seed)
-        sides = []
-        for name, tokens in (("training", self.train), ("held-out", self.held_out)):
-            count = len(tokens) // length
-            if count == 0:
-                raise UserError(
-                    f"the {name} text has {len(tokens)} tokens, fewer than a window of {length}; give more --data"
-                )
-            windows = tokens[: count * length].reshape(count, length)
-            sides.append(windows[rng.permutation(count)])
-        return sides[0], sides[1]
+    Raises UserError for a text that has no window.
+    """
+    count = len(tokens) // length
+    if count == 0:
+        raise UserError(f"the text has {len(tokens)} tokens, fewer than a window of {length}; give more --data")
+    windows = tokens[: count * length].reshape(count, length)
+    return windows[np.random.default_rng(seed).permutation(count)]
 
 
-def library_text(target: Path, tokenizer: Tokenizer, end: int | None) -> TrainingText:
-    """Return the files of the standard library that the shipped target was trained on, and those that were held out.
+def library_tokens(target: Path, tokenizer: Tokenizer, end: int | None) -> np.ndarray:
+    """Return the files of the standard library that the shipped target was trained on, without those of its prompts.
 
-    end: as for `file_text`. Raises UserError unless this Python has the same library.
+    end: as for `file_tokens`. Raises UserError unless this Python has the same library.
     """
     files = read_json(target / FILES_FILE)
     if files["python"] != platform.python_version():
@@ -61,19 +45,18 @@ def library_text(target: Path, tokenizer: Tokenizer, end: int | None) -> Trainin
             f"{platform.python_version()}; use that one, or give --data text files"
         )
     root = Path(sysconfig.get_path("stdlib"))
-    sides = (
-        [tokenizer.encode(text, add_special_tokens=False) for text in _documents([root / name for name in files[side]])]
-        for side in ("train", "held_out")
-    )
-    return TrainingText(*(_joined(side, end) for side in sides))
+    return file_tokens([root / name for name in files["train"]], tokenizer, end)
 
 
-def file_text(paths: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> TrainingText:
-    """Return the tokens of files. `.jsonl` files have a document per line, see `DOCUMENT_FIELDS`.
+def file_tokens(paths: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> np.ndarray:
+    """Return the tokens of files, uint32 [N]. `.jsonl` files have a document per line, see `DOCUMENT_FIELDS`.
 
-    end: the token between documents. Raises UserError for a file that cannot be read.
+    end: the token around documents, if the model has one. Raises UserError for a file that cannot be read.
     """
-    return _split([tokenizer.encode(document, add_special_tokens=False) for document in _documents(paths)], end)
+    separator = np.array([] if end is None else [end], np.uint32)
+    documents = [tokenizer.encode(document, add_special_tokens=False) for document in _documents(paths)]
+    parts = [part for each in documents for part in (separator, each)]
+    return np.concatenate([*parts, separator]).astype(np.uint32)
 
 
 def end_token(config: ModelConfig) -> int | None:
@@ -107,20 +90,3 @@ def _document(path: Path, number: int, line: str) -> str:
             f"{path}, line {number}: give a JSON object with strings, one or several of {', '.join(DOCUMENT_FIELDS)}"
         )
     return "".join(parts)
-
-
-def _split(documents: Sequence[np.ndarray], end: int | None) -> TrainingText:
-    """Hold out every document whose number is a multiple of `HELD_OUT_EVERY`; of a single document, its end."""
-    if len(documents) == 1:
-        cut = len(documents[0]) * (HELD_OUT_EVERY - 1) // HELD_OUT_EVERY
-        return TrainingText(*(part.astype(np.uint32) for part in (documents[0][:cut], documents[0][cut:])))
-    sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    for number, document in enumerate(documents):
-        sides[number % HELD_OUT_EVERY == 0].append(document)
-    return TrainingText(*(_joined(side, end) for side in sides))
-
-
-def _joined(documents: Sequence[np.ndarray], end: int | None) -> np.ndarray:
-    """Return the tokens of documents, uint32, with the token `end` around each, if there is one."""
-    separator = np.array([] if end is None else [end], np.uint32)
-    return np.concatenate([*(part for each in documents for part in (separator, each)), separator]).astype(np.uint32)

@@ -110,7 +110,7 @@ class Difference(NamedTuple):
 
 def references(model, config, attention, submitted):
     """Greedy outputs of single requests; prompts run in one step. config: gives the KV cache's settings."""
-    alone = EngineConfig(max_sequences=1, max_draft=0, prefix_cache=False, kv_memory_mib=config.kv_memory_mib)
+    alone = EngineConfig(max_sequences=1, max_draft=0, kv_memory_mib=config.kv_memory_mib)
     engine = build_engine(model, alone, NoDrafter(), attention=attention)
     engine._graph = None  # logits can only be read in eager steps
     runner, found = engine._executor.runner, []
@@ -123,9 +123,9 @@ def references(model, config, attention, submitted):
         return logits, states
 
     runner.forward_with_states = with_best
-    for request in submitted:
+    for number, request in enumerate(submitted):
         best.clear()
-        [completion] = engine.generate([request])
+        [completion] = engine.generate([replace(request, salt=f"{number}")])  # They share no pages.
         assert len(best) == len(completion.tokens)
         found.append(Reference(completion.tokens.tolist(), list(best)))
     return found

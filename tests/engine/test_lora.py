@@ -1,7 +1,5 @@
 """The engine with LoRA adapters: outputs equal those of merged models, in any batch and with any drafter."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
-from engine.models.loader import load_config, load_model
+from engine.models.loader import load_model
 from engine.models.lora.format import check_adapters
 from engine.models.lora.pool import AdapterPool
 from engine.models.tokenizer import Tokenizer
@@ -53,18 +51,25 @@ def merged(folder, updates):
     expected = []
     for name in (None, *ADAPTERS):
         model = merged_model(folder, updates.get(name, {}))
-        engine = build_engine(model, CONFIG, build_drafter("none", DrafterConfig()))
+        engine = build_engine(model, CONFIG, build_drafter("none", DrafterConfig()), grammars=compiler_of(folder))
         expected.append([engine.generate([without_adapter(request)])[0].tokens.tolist() for request in requests(name)])
     return [output for outputs in zip(*expected, strict=True) for output in outputs]
 
 
-def requests(name, max_tokens=24):
-    """Requests with an adapter; those of all adapters have the same prompts, two of which share three pages."""
+def compiler_of(folder):
+    return GrammarCompiler(Tokenizer(folder), VOCAB, (END,))
+
+
+def requests(name):
+    """Requests with an adapter, the last one with a grammar; those of all adapters have the same prompts, two of which
+    share three pages."""
     rng = np.random.default_rng(3)
     shared = rng.integers(1, 60, 48)
-    prompts = [np.append(shared, 7), np.append(shared, 8), rng.integers(1, 60, 5)]
+    prompts = [np.append(shared, 7), np.append(shared, 8), rng.integers(1, 60, 5), np.array([5])]
+    settings = [SamplingParams(max_tokens=24)] * 3
+    settings += [SamplingParams(max_tokens=40, temperature=0.9, grammar=GRAMMARS[0])]
     return [
-        Request(prompt.astype(np.uint32), SamplingParams(max_tokens=max_tokens), adapter=name) for prompt in prompts
+        Request(prompt.astype(np.uint32), each, adapter=name) for prompt, each in zip(prompts, settings, strict=True)
     ]
 
 
@@ -77,12 +82,13 @@ def without_adapter(request):
     return Request(request.prompt, request.sampling)
 
 
-def new_engine(folder, *, drafter="none", config=CONFIG, grammars=None, **settings):
+def new_engine(folder, *, drafter="none", config=CONFIG, **settings):
     model = load_model(folder)
     folders = {name: folder / name for name in ADAPTERS}
     target = TargetInfo.from_model(model, config, folder)
     built = build_drafter(drafter, DrafterConfig(), target, adapters=folders, **settings)
     pool = AdapterPool(model, check_adapters(folders, model.config))
+    grammars = compiler_of(folder)
     return build_engine(model, config, built, adapters=pool, drafters=drafter.split("+"), grammars=grammars)
 
 
@@ -102,29 +108,8 @@ def test_outputs_equal_those_of_merged_models(folder, merged, draft_folders, dra
     assert [completion.tokens.tolist() for completion in completions] == merged
     assert all(completion.cached_tokens == 48 for completion in completions[:8])
     if drafter not in ("none", "ngram", "mtp", "lookahead"):  # random outputs rarely repeat their own n-grams
-        assert sum(completion.accepted for completion in completions) > 0
-    engine.close()
-
-
-@pytest.mark.parametrize("drafter", ["none", "ssd", "mtp"])
-def test_outputs_with_a_grammar_equal_those_of_merged_models(folder, updates, draft_folders, drafter):
-    grammars = GrammarCompiler(Tokenizer(folder), VOCAB, (END,))
-    cases = [(name, grammar) for grammar in GRAMMARS for name in (None, "first", "second")]
-    submitted = [
-        replace(request, sampling=SamplingParams(max_tokens=40, temperature=0.9, seed=seed, grammar=grammar))
-        for seed, (name, grammar) in enumerate(cases)
-        for request in requests(name)[:1]
-    ]
-    expected = []
-    for request in submitted:
-        model = merged_model(folder, updates.get(request.adapter, {}))
-        alone = build_engine(model, CONFIG, build_drafter("none", DrafterConfig()), grammars=grammars)
-        expected += outputs(alone, [replace(request, adapter=None, max_draft=0)])
-    engine = new_engine(folder, drafter=drafter, draft_models=draft_folders, grammars=grammars)
-    assert outputs(engine, submitted) == expected
-    completions = engine.generate(submitted)
-    assert [completion.tokens.tolist() for completion in completions] == expected
-    assert sum(completion.by_source["grammar"].accepted for completion in completions[:3]) > 10
+        assert sum(completion.accepted for completion in completions[:12]) > 0
+    assert sum(completion.by_source["grammar"].accepted for completion in completions[12:]) > 0
     engine.close()
 
 
@@ -172,8 +157,3 @@ def test_an_unknown_adapter_is_refused(folder, updates):
     plain = build_engine(load_model(folder), CONFIG, build_drafter("none", DrafterConfig()))
     with pytest.raises(UserError, match="this engine has none; start it with --lora"):
         plain.add(requests("first")[0])
-
-
-def test_checked_adapters_need_no_weights_of_the_model(folder, updates):
-    adapters = check_adapters({"first": folder / "first"}, load_config(folder))
-    assert adapters["first"].modules["model.layers.0.self_attn.q_proj"].rank == 4

@@ -121,7 +121,6 @@ class Workload:
             max_sequences=max_sequences,
             max_draft=max_draft,
             max_step_tokens=max_sequences * (1 + max_draft) + int(rng.integers(0, 40)),
-            prefix_cache=bool(rng.random() < 0.85),
             watermark=float(rng.choice([0.0, 0.01, 0.2])),
             draft_shape=shape,
         )
@@ -282,7 +281,6 @@ class Workload:
         cached = sequence.cached_tokens
         assert cached < len(sequence.request.prompt)
         if cached:
-            assert self.config.prefix_cache
             assert tuple(sequence.tokens[:cached].tolist()) in self.computed.get(sequence.request.salt, ())
             self.seen["cached"] += 1
 

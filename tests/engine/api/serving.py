@@ -18,6 +18,8 @@ from engine.models.shipped import SHIPPED_MODEL
 TIMEOUT_S = 150
 """Generous, since test machines are shared."""
 MODEL = "stdlib-7m"
+KEY = "secret"
+"""The clients of all tests send it; the shared server needs it."""
 
 
 def eventually(condition):
@@ -75,21 +77,31 @@ def newest_child(pid):
 @contextmanager
 def serving(*arguments, model=SHIPPED_MODEL):
     """Run `ssd-engine serve` on a free port, in its own process group; yields its `url` and `process`, what it has
-    `printed`, and a client `http`."""
+    `printed`, a client `http`, and an `early` answer, to a request that was sent before the model was loaded.
+
+    A server that still runs at the end is idle, and must end at once.
+    """
     command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(model), "--port", "0"]
     machine = ("--device", "cpu", "--threads", "1")
     process = subprocess.Popen(
         [*command, *machine, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
     )
     try:
-        printed = ""
-        while "serving at" not in printed:
-            line = process.stdout.readline()
-            assert line, process.stderr.read()
-            printed += line
+        printed = process.stdout.readline()
+        assert "loading" in printed, process.stderr.read()
         url = re.search(r"http://\S+", printed)[0]
-        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
-            yield SimpleNamespace(url=url, process=process, printed=printed, http=http)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers) as http:
+            early = http.post("/v1/completions", json={})
+            while "serving at" not in printed:
+                line = process.stdout.readline()
+                assert line, process.stderr.read()
+                printed += line
+            yield SimpleNamespace(url=url, process=process, printed=printed, http=http, early=early)
+        if process.poll() is None:
+            process.terminate()
+            assert process.wait(TIMEOUT_S) == 0
+            assert process.stdout.read() == "stopping\n"
     finally:
-        process.terminate()
+        process.kill()
         process.communicate(timeout=TIMEOUT_S)

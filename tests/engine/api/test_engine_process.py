@@ -1,18 +1,21 @@
 """`EngineProcess` with an engine whose model is fake, and the pieces of text that outputs are released in."""
 
 import asyncio
+import multiprocessing
 import time
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.api.engine_process import EngineProcess
+from engine.api.engine_process import EngineGoneError, EngineProcess
 from engine.api.messages import RequestEnded
 from engine.api.outputs import OutputText
+from engine.api.server import read_keys
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
@@ -74,12 +77,43 @@ async def test_a_slow_reader_does_not_block_admission(engine):
         await eventually(lambda: engine.open_requests == 0)
 
 
+@pytest.mark.anyio
+async def test_an_engine_that_cannot_be_built_is_an_error():
+    refused = EngineProcess(partial(read_keys, Path("/absent")))  # Imports little.
+    with pytest.raises(UserError, match="cannot read /absent"):
+        await refused.start()
+    await refused.stop()
+
+
+@pytest.mark.anyio
+async def test_a_killed_engine_ends_requests(engine):
+    """The last test of `engine`."""
+    running = asyncio.create_task(size_of(engine.run([request(100_000)])))
+    [process] = [each for each in multiprocessing.active_children() if each.name == "ssd-engine"]
+    process.kill()
+    with pytest.raises(EngineGoneError, match="the engine process has ended"):
+        await asyncio.wait_for(running, TIMEOUT_S)
+    await asyncio.wait_for(engine.wait_for_end(), TIMEOUT_S)
+    with pytest.raises(EngineGoneError):
+        await size_of(engine.run([request(1)]))
+
+
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 STEPS = st.lists(st.tuples(st.text("abc\n", min_size=1, max_size=5), st.integers(0, 5)), max_size=12)
 
 
-class Letters:
-    """One character per token; every other one is held back until the next, like half of a UTF-8 sequence."""
+class Whole:
+    """A detokenizer with one character per token."""
+
+    def feed(self, token):
+        return chr(token)
+
+    def finish(self):
+        return ""
+
+
+class Halves:
+    """The same; every other character is held back until the next, like half of a UTF-8 sequence."""
 
     def __init__(self):
         self._half = ""
@@ -114,10 +148,6 @@ def test_pieces_add_up_to_the_text(steps, stops, min_tokens):
     taken, cut = engine_of(steps, stops, min_tokens)
     text = "".join(letters for letters, _ in taken) if cut is None else cut
 
-    class Whole(Letters):
-        def feed(self, token):
-            return chr(token)
-
     output, pieces = OutputText(Whole(), stops), []
     for letters, accepted in taken:
         tokens = np.array([ord(letter) for letter in letters], np.uint32)
@@ -131,7 +161,7 @@ def test_pieces_add_up_to_the_text(steps, stops, min_tokens):
 
 @given(STEPS)
 def test_without_stop_strings_complete_characters_are_released_at_once(steps):
-    output = OutputText(Letters())
+    output = OutputText(Halves())
     fed = released = 0
     for text, accepted in steps:
         tokens = np.array([ord(letter) for letter in text], np.uint32)
@@ -142,10 +172,6 @@ def test_without_stop_strings_complete_characters_are_released_at_once(steps):
 
 
 def test_pieces_are_marked_as_drafted_or_not():
-    class Whole(Letters):
-        def feed(self, token):
-            return chr(token)
-
     output = OutputText(Whole(), ["zz"])
     assert output.feed(np.array([97, 98, 99], np.uint32), 2) == [("ab", True), ("c", False)]
     assert output.feed(np.array([122], np.uint32), 1) == []

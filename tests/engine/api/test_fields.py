@@ -1,62 +1,31 @@
-"""Every field of OpenAI's and vLLM's request bodies is supported, or refused with a reason, or documented as unused."""
+"""Fields of request bodies: what they do, and which the server accepts without using them."""
 
 import asyncio
 import json
 import re
+from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
+import openai
 import pytest
-from openai.types import chat, completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
 
 from engine.api.endpoints import tool_format
 from engine.api.errors import ApiError
-from engine.api.fields import UNSUPPORTED
-from engine.api.schemas import ChatRequest, CompletionRequest, ContentPart, Message, StreamOptions
+from engine.api.fields import HARMLESS
+from engine.api.schemas import ChatRequest, CompletionRequest
 from engine.api.service import Service
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from tests.engine.api.serving import MODEL, complete, eventually
+from tests.engine.api.serving import KEY, MODEL, PROMPTS, complete, eventually, metric
 from tests.strategies import array
 
 DOCS = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
-UNUSED = {"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+UNUSED = ("store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields that are accepted and change no answer."""
 RULED = ("cache_salt", "return_token_ids", "continue_final_message")
 """Fields of vLLM with a paragraph of their own."""
-VLLM = {
-    "use_beam_search", "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
-    "truncate_prompt_tokens", "truncation_side", "allowed_token_ids", "prompt_logprobs", "bad_words",
-    "add_special_tokens", "response_format", "structured_outputs", "priority", "request_id",
-    "return_tokens_as_token_ids", "return_token_ids", "return_token_offsets", "cache_salt", "kv_transfer_params",
-    "ec_transfer_params", "vllm_xargs", "repetition_detection", "thinking_token_budget", "logits_processors",
-    "early_stopping", "detokenize", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "guided_decoding_backend", "guided_whitespace_pattern",
-}  # fmt: skip
-VLLM_COMPLETIONS = {"prompt_embeds"}
-VLLM_CHATS = {
-    "include_reasoning", "echo", "add_generation_prompt", "continue_final_message", "documents", "chat_template",
-    "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text",
-    "return_assistant_tokens_mask",
-}  # fmt: skip
-OWN = {
-    "learn", "drafter", "max_draft", "rollout", "verification", "return_drafted", "prediction", "best_of", "user",
-}  # fmt: skip
-"""Our fields, and those that one endpoint has in addition to its original."""
-REFUSED_PARTS = {
-    "content": {"prompt_cache_breakpoint", "refusal", "image_url", "input_audio", "file"},
-    "message": {"audio", "function_call"},
-}
-"""Fields of messages and of their parts that are refused as unknown."""
-
-
-def fields_of(*types):
-    """Return the fields of typed dictionaries, those of their bases included."""
-    return {name for each in types for base in each.__mro__ for name in getattr(base, "__annotations__", ())}
 
 
 def body_of(request, **fields):
@@ -65,54 +34,26 @@ def body_of(request, **fields):
 
 
 ROUTES = {ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
-KNOWN = {
-    ChatRequest: fields_of(*get_args(chat_create_params.CompletionCreateParams)) | VLLM | VLLM_CHATS,
-    CompletionRequest: fields_of(*get_args(completion_create_params.CompletionCreateParams)) | VLLM | VLLM_COMPLETIONS,
-}
 
 
-@pytest.mark.parametrize("request_type", KNOWN)
-def test_every_known_field_is_supported_or_refused(request_type):
-    supported = set(request_type.model_fields)
-    assert supported & UNSUPPORTED.keys() == set()
-    assert KNOWN[request_type] - supported - UNSUPPORTED.keys() == set()
-    assert supported - KNOWN[request_type] - OWN - UNUSED == set()
-    assert {name for name in UNSUPPORTED if "." not in name} <= set.union(*KNOWN.values())
-
-
-def test_every_field_of_messages_is_supported_or_refused():
-    messages = fields_of(*get_args(chat.ChatCompletionMessageParam))
-    assert messages == set(Message.model_fields) - {"annotations"} | REFUSED_PARTS["message"]
-    parts = get_args(chat.ChatCompletionContentPartParam)
-    parts = fields_of(*parts, chat.ChatCompletionContentPartRefusalParam)
-    assert parts == set(ContentPart.model_fields) | REFUSED_PARTS["content"]
-    options = fields_of(chat.ChatCompletionStreamOptionsParam)
-    assert options | {"continuous_usage_stats"} == set(StreamOptions.model_fields)
-
-
-@pytest.mark.parametrize("name", [*UNSUPPORTED, *sorted(UNUSED), *RULED])
+@pytest.mark.parametrize("name", [*UNUSED, *RULED])
 def test_every_field_with_a_rule_of_its_own_is_documented(name):
     assert f"`{name}`" in DOCS
-    assert name not in UNSUPPORTED or f"| {UNSUPPORTED[name].reason} |" in DOCS
+    assert name in ChatRequest.model_fields
 
 
 @pytest.mark.parametrize("request_type", ROUTES)
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_values_are_refused_with_a_reason(http, request_type, name):
-    field, _, part = name.partition(".")
-    answer = http.post(ROUTES[request_type], json=body_of(request_type, **{field: {part: True} if part else "a value"}))
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
-    assert error["message"] == f"{name}: {UNSUPPORTED[name].reason}"
-
-
-@pytest.mark.parametrize("request_type", ROUTES)
-def test_values_that_ask_for_what_the_server_does_are_accepted(http, request_type):
-    defaults = {name: known.accepted[0] for name, known in UNSUPPORTED.items() if known.accepted}
-    answer = http.post(ROUTES[request_type], json=body_of(request_type, **defaults))
-    assert answer.status_code == 200, answer.text
-    nothing = dict.fromkeys(name for name in UNSUPPORTED if "." not in name)
-    assert http.post(ROUTES[request_type], json=body_of(request_type, **nothing)).status_code == 200
+def test_fields_that_the_server_does_not_have_are_accepted_with_harmless_values_only(http, request_type):
+    for values in zip_longest(*HARMLESS.values()):
+        body = body_of(request_type, **dict(zip(HARMLESS, values, strict=True)))
+        answer = http.post(ROUTES[request_type], json=body)
+        assert answer.status_code == 200, answer.text
+    for name in (*HARMLESS, "guided_json", "structured_outputs.json"):
+        field, _, part = name.partition(".")
+        given = {field: {part: True} if part else "a value"}
+        error = http.post(ROUTES[request_type], json=body_of(request_type, **given)).json()["error"]
+        assert (error["param"], error["code"]) == (name, "unknown_parameter")
+        assert error["message"] == f"there is no parameter {name}"
 
 
 @pytest.mark.parametrize("request_type", ROUTES)
@@ -142,9 +83,9 @@ def prompt_ids(http, **fields):
     return answer.json()["prompt_token_ids"]
 
 
-def test_settings_of_the_prompt_take_effect_as_fields_and_as_arguments_of_the_template(http):
+def test_settings_of_the_prompt_take_effect_as_fields_and_as_arguments_of_the_template(http, folder):
     def encoded(text):
-        return Tokenizer(SHIPPED_MODEL).encode(text).tolist()
+        return Tokenizer(folder).encode(text).tolist()
 
     whole = "# user: a list\n# assistant: def add(a, b):\n"
     assert prompt_ids(http) == prompt_ids(http, add_special_tokens=False) == encoded(f"{whole}# answer\n")
@@ -190,30 +131,101 @@ def test_a_predicted_output_becomes_hints(content):
     assert asyncio.run(Service.hints(service, body)).tolist() == Tokenizer(SHIPPED_MODEL).encode("ab").tolist()
 
 
-def test_tools_need_a_known_format_of_calls():
-    service = SimpleNamespace(served=SimpleNamespace(chat=SimpleNamespace(takes_tools=True), tool_format=None))
-    with pytest.raises(ApiError, match=r"start the server with --tool-call-parser hermes\|") as refused:
-        tool_format(service)
+@pytest.mark.parametrize(
+    ("takes_tools", "message"), [(False, "does not use them"), (True, "start the server with --tool-call-parser her")]
+)
+def test_tools_need_a_template_and_a_known_format_of_calls(takes_tools, message):
+    served = SimpleNamespace(chat=SimpleNamespace(takes_tools=takes_tools), tool_format=None)
+    with pytest.raises(ApiError, match=message) as refused:
+        tool_format(SimpleNamespace(served=served))
     assert (refused.value.status, refused.value.param) == (400, "tools")
 
 
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("route", PROMPTS)
 def test_drafters_are_chosen_over_http_and_reported_by_source(http, route):
     def answered(**more):
-        text, answer = complete(http, route, **{"max_tokens": 40, "temperature": 0, "ignore_eos": True} | more)
-        return text, answer["usage"]["draft"]
+        fields = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_drafted": True} | more
+        text, answer = complete(http, route, **fields)
+        [choice] = answer["choices"]
+        assert "".join(piece for piece, _ in choice["pieces"]) == text
+        is_drafted = any(is_drafted for _, is_drafted in choice["pieces"])
+        assert is_drafted == (answer["usage"]["draft"]["accepted_tokens"] > 0)
+        return text, answer["usage"]
 
-    # While drafting is not worthwhile, as on a busy machine, little is drafted.
-    text, draft = eventually(lambda: answer if (answer := answered())[1]["drafted_tokens"] else None)
+    def drafted(**more):
+        """Return an answer with drafts; on a busy machine there are none while drafting is not worthwhile."""
+        return eventually(lambda: answer if (answer := answered(**more))[1]["draft"]["accepted_tokens"] else None)
+
+    text, usage = drafted()
+    draft = usage["draft"]
     for figure in ("drafted_tokens", "accepted_tokens"):
         assert sum(counts[figure] for counts in draft["by_source"].values()) == draft[figure]
+    assert draft["tokens_per_step"] == pytest.approx(40 / draft["steps"], abs=1e-3)
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == 0  # There was no prediction.
+    assert metric(http, "vllm:spec_decode_num_accepted_tokens_total") >= draft["accepted_tokens"]
     chosen, short = answered(drafter="ssd", max_draft=1)
     assert chosen == text
-    assert short["accepted_tokens"] <= short["drafted_tokens"] <= short["steps"]
+    assert short["draft"]["accepted_tokens"] <= short["draft"]["drafted_tokens"] <= short["draft"]["steps"]
     without, plain = answered(drafter="none")
-    assert without == text
-    assert plain == {"steps": 40, "drafted_tokens": 0, "accepted_tokens": 0, "tokens_per_step": 1, "by_source": {}}
+    assert (without, plain["draft"]["drafted_tokens"], plain["draft"]["steps"]) == (text, 0, 40)
     sampled = {"temperature": 1, "seed": 7, "learn": False}
     text, _ = answered(**sampled)
-    for content in (text, "another text", [{"type": "text", "text": text}]):
+    for content in ("another text", [{"type": "text", "text": text}]):
         assert answered(**sampled, prediction={"type": "content", "content": content})[0] == text
+    predicted = sampled | {"prediction": {"type": "content", "content": text}}
+    eventually(lambda: answered(**predicted)[1]["completion_tokens_details"]["accepted_prediction_tokens"])
+
+
+# --- Requests as common clients send them by default
+
+COMMON = {
+    CompletionRequest: {
+        "vllm bench": {
+            "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None, "stream": True,
+            "stream_options": {"include_usage": True}, "best_of": 1, "ignore_eos": True,
+        },
+        "langchain OpenAI": {
+            "temperature": 0.7, "max_tokens": 4, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "n": 1,
+            "best_of": 1, "logit_bias": {}, "seed": None, "logprobs": None, "prompt": ["def f("],
+        },
+        "lm-eval generate": {"prompt": [[5, 6, 7]], "max_tokens": 4, "temperature": 0, "stop": ["\n\n"], "seed": 1234},
+        "all nulls": dict.fromkeys(("n", "stream", "echo", "stop", "suffix", "user", "logit_bias", "stream_options")),
+    },
+    ChatRequest: {
+        "vllm bench": {
+            "max_completion_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        },
+        "langchain ChatOpenAI": {"stream": False, "n": 1, "temperature": 0.7, "max_completion_tokens": 4, "stop": None},
+        "explicit defaults": {
+            "max_tokens": 4, "response_format": {"type": "text"}, "parallel_tool_calls": True, "tools": [],
+            "tool_choice": "none", "store": False, "metadata": {"run": "7"}, "service_tier": "auto", "logit_bias": {},
+            "logprobs": False, "audio": None, "prediction": None, "reasoning_effort": None,
+        },
+        "an earlier answer": {
+            "max_tokens": 4,
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": "y", "refusal": None, "annotations": [], "audio": None,
+                 "function_call": None, "tool_calls": None},
+                {"role": "user", "content": "z", "name": "me"},
+            ],
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("request_type", "body"),
+    [pytest.param(kind, body, id=f"{name}, {ROUTES[kind]}") for kind in COMMON for name, body in COMMON[kind].items()],
+)
+def test_requests_of_common_clients_work(http, request_type, body):
+    answer = http.post(ROUTES[request_type], json=body_of(request_type, max_tokens=None) | body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_official_client_reads_errors(http):
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key=KEY, max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=MODEL, prompt="x", best_of=3)
+        assert caught.value.param == "best_of"

@@ -2,22 +2,12 @@
 
 import re
 
-import httpx
 import pytest
 
 from tests.browser import CHROMIUM, DRIVER, browser
-from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
+from tests.engine.api.serving import KEY, MODEL, complete, eventually, metric
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
-KEY = "secret"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(KEY)
-    with serving("--api-keys", str(keys)) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +16,32 @@ def tab():
         yield tab
 
 
+@pytest.fixture
+def page(server, tab):
+    """The tab, once it shows the figures."""
+    tab.show(server.url, 1100)
+    eventually(lambda: text_of(tab, "model") == MODEL)
+    return tab
+
+
 def text_of(tab, name):
     return tab.run(f"return document.getElementById({name!r}).textContent")
 
 
-def ask(tab, prompt, *, key=KEY, tokens=60):
-    """Submit the form and wait until the answer is complete."""
-    for name, value in (("prompt", prompt), ("key", key), ("tokens", tokens), ("temperature", 0)):
+def submit(tab, prompt, *, key=KEY, tokens=60, temperature=0):
+    for name, value in (("prompt", prompt), ("key", key), ("tokens", tokens), ("temperature", temperature)):
         tab.run(f"document.getElementById({name!r}).value = {value!r}")
     tab.run("document.getElementById('submit').click()")
-    eventually(lambda: tab.run("return document.getElementById('state').textContent === ''"))
+
+
+def ask(tab, prompt, **more):
+    """Submit the form and wait until the answer is complete."""
+    submit(tab, prompt, **more)
+    eventually(lambda: text_of(tab, "state") == "")
 
 
 def numbers_of(text):
     return [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", text)]
-
-
-def figures(server):
-    return httpx.get(f"{server.url}/figures").json()
 
 
 def source_of(tab, name):
@@ -54,12 +52,8 @@ def source_of(tab, name):
     return (*numbers_of(counts), float(part)) if counts else None
 
 
-def complete(server, prompt, **more):
-    payload = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "temperature": 0} | more
-    answer = httpx.post(
-        f"{server.url}/v1/completions", json=payload, headers={"Authorization": f"Bearer {KEY}"}, timeout=TIMEOUT_S
-    )
-    return answer.json()["choices"][0]["text"]
+def answer(http, prompt):
+    return complete(http, prompt=prompt, max_tokens=60, temperature=0)[0]
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1100, False), (1100, True), (380, False)])
@@ -72,32 +66,29 @@ def test_the_page_fits_logs_no_errors_and_loads_no_external_resources(server, ta
     assert (sum(map(int, shade.removeprefix("rgb(").rstrip(")").split(","))) < 200) is dark
 
 
-def test_figures_are_shown_and_updated(server, tab):
-    tab.show(server.url, 1100)
-    eventually(lambda: text_of(tab, "model") == MODEL)
-    assert text_of(tab, "drafter") == "ssd"
-    complete(server, "def before(")
-    before = eventually(lambda: text_of(tab, "per-step").strip("\N{EN DASH}"))
+def test_figures_are_shown_and_updated(http, page):
+    assert text_of(page, "drafter") == "ssd"
+    answer(http, "def before(")
+    before = eventually(lambda: text_of(page, "per-step").strip("\N{EN DASH}"))
     # Once the corpus is refreshed, the same request is drafted and steps accept more tokens.
-    eventually(lambda: complete(server, "def before(") and float(text_of(tab, "per-step")) > float(before))
-    eventually(lambda: tab.run("return document.querySelectorAll('#bars rect').length") > 0)
-    eventually(lambda: tab.run("return document.querySelector('#curve polyline')") is not None)
-    eventually(lambda: (shown := figures(server))["running"] == 0 and corpus_of(tab) == shown["corpus"]["tokens"] > 60)
-    shown = figures(server)
+    eventually(lambda: answer(http, "def before(") and float(text_of(page, "per-step")) > float(before))
+    eventually(lambda: page.run("return document.querySelectorAll('#bars rect').length") > 0)
+    eventually(lambda: page.run("return document.querySelector('#curve polyline')") is not None)
+    eventually(lambda: metric(http, "vllm:num_requests_running") == 0)
+    eventually(lambda: corpus_of(page) == metric(http, "ssd:corpus_tokens") > 60)
+    shown = http.get("/figures").json()
     drafted, accepted = (shown[name]["corpus"] for name in ("drafted_by_source", "accepted_by_source"))
-    eventually(lambda: source_of(tab, "corpus") == (accepted, drafted, pytest.approx(accepted / drafted)))
+    eventually(lambda: source_of(page, "corpus") == (accepted, drafted, pytest.approx(accepted / drafted)))
 
 
-def corpus_of(tab):
+def corpus_of(page):
     """Return the number of tokens of the corpus that the page shows."""
-    return (numbers_of(text_of(tab, "corpus")) or [None])[0]
+    return (numbers_of(text_of(page, "corpus")) or [None])[0]
 
 
-def test_what_a_drafter_does_not_have_is_not_shown(server, tab):
-    tab.show(server.url, 1100)
-    eventually(lambda: text_of(tab, "model") == MODEL)
+def test_what_a_drafter_does_not_have_is_not_shown(page):
     # Shown and read at once, before the next update.
-    *texts, points = tab.run("""
+    *texts, points = page.run("""
         const none = {...previous, corpus: null, drafted_by_source: {corpus: 0, local: 0}}, texts = [];
         show({...none, drafter: "ngram"});
         texts.push($("corpus").textContent, $("sources").textContent, $("growth-plot").style.display);
@@ -117,51 +108,41 @@ def test_what_a_drafter_does_not_have_is_not_shown(server, tab):
     assert [float(point.split(",")[1]) for point in points.split()] == [67, 35.5, 4]  # y grows downwards.
 
 
-def test_an_answer_is_streamed_with_drafted_text_marked(server, tab):
-    text = complete(server, "class Page(")
-    tab.show(server.url, 1100)
-    eventually(lambda: text_of(tab, "model") == MODEL)
+def test_an_answer_is_streamed_with_drafted_text_marked(http, page):
+    text = answer(http, "class Page(")
 
     def marked():
-        ask(tab, "class Page(")
-        assert text_of(tab, "answer") == text
-        return tab.run("return [...document.querySelectorAll('#answer mark')].map(mark => mark.textContent).join('')")
+        ask(page, "class Page(")
+        assert text_of(page, "answer") == text
+        return page.run("return [...document.querySelectorAll('#answer mark')].map(mark => mark.textContent).join('')")
 
     eventually(lambda: len(text) / 2 < len(marked()) < len(text))  # On a busy machine drafting may not pay at first.
-    assert "60 tokens in" in text_of(tab, "usage")
+    assert "60 tokens in" in text_of(page, "usage")
 
 
-def test_errors_are_shown(server, tab):
-    tab.show(server.url, 1100)
-    eventually(lambda: text_of(tab, "model") == MODEL)
-    ask(tab, "x", key="error")
-    assert "give a valid key" in text_of(tab, "error")
-    ask(tab, "x " * 5000)
-    assert "shorten the prompt" in text_of(tab, "error")
-    ask(tab, "def f(", tokens=5)
-    assert text_of(tab, "error") == ""
+def test_errors_are_shown(page):
+    ask(page, "x", key="error")
+    assert "give a valid key" in text_of(page, "error")
+    ask(page, "x " * 5000)
+    assert "shorten the prompt" in text_of(page, "error")
+    ask(page, "def f(", tokens=5)
+    assert text_of(page, "error") == ""
 
 
-def test_a_running_answer_can_be_stopped(server, tab):
-    tab.show(server.url, 1100)
-    eventually(lambda: text_of(tab, "model") == MODEL)
-    for name, value in (("prompt", "def f("), ("key", KEY), ("tokens", 900), ("temperature", 1.5)):
-        tab.run(f"document.getElementById({name!r}).value = {value!r}")
-    tab.run("document.getElementById('submit').click()")
-    eventually(lambda: text_of(tab, "answer"))
-    tab.run("document.getElementById('stop').click()")
-    eventually(lambda: text_of(tab, "state") == "")
-    eventually(lambda: httpx.get(f"{server.url}/figures").json()["running"] == 0)
+def test_a_running_answer_can_be_stopped(http, page):
+    submit(page, "def f(", tokens=900, temperature=1.5)
+    eventually(lambda: text_of(page, "answer"))
+    page.run("document.getElementById('stop').click()")
+    eventually(lambda: text_of(page, "state") == "")
+    eventually(lambda: metric(http, "vllm:num_requests_running") == 0)
 
 
-def test_an_unreachable_server_is_reported(server, tab):
+def test_an_unreachable_server_is_reported(page):
     def set_reachable(is_reachable):
         conditions = {"offline": not is_reachable, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-        tab.devtools("Network.emulateNetworkConditions", conditions)
+        page.devtools("Network.emulateNetworkConditions", conditions)
 
-    tab.show(server.url, 1100)
-    eventually(lambda: text_of(tab, "model") == MODEL)
     set_reachable(False)
-    eventually(lambda: "no figures" in text_of(tab, "offline"))
+    eventually(lambda: "no figures" in text_of(page, "offline"))
     set_reachable(True)
-    eventually(lambda: text_of(tab, "offline") == "")
+    eventually(lambda: text_of(page, "offline") == "")

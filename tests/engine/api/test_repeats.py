@@ -3,11 +3,14 @@
 import json
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from engine.api.repeats import Repeats, request_id_of
+from engine.api.schemas import CompletionRequest
+from engine.api.service import Service
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
@@ -16,6 +19,7 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from tests.engine.api.serving import MODEL, complete, eventually, metric
 from tests.engine.drafters.kinds import target_of
+from tests.strategies import array
 
 BODY = {"model": MODEL, "prompt": "def quicksort(items):\n    ", "max_tokens": 20, "temperature": 0}
 SAMPLED = BODY | {"temperature": 1, "seed": 7}
@@ -71,31 +75,6 @@ def test_a_repeat_has_the_same_answer_without_a_step(http, body):
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == (whole["finish_reason"], whole["stop_reason"])
 
 
-OTHERS = {
-    "user": "somebody else", "model": "a", "seed": 8, "temperature": 0.9, "max_tokens": 19, "stop": ["r"],
-    "prompt": "def quicksort(items): ", "logit_bias": {"5": 1}, "max_draft": 0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("other", [{name: value} for name, value in OTHERS.items()], ids=OTHERS)
-def test_another_request_runs(http, other):
-    ask(http, SAMPLED)
-    repeated(http, SAMPLED)
-    assert ask(http, SAMPLED | other)["usage"]["repeated_tokens"] == 0
-
-
-@pytest.mark.parametrize(
-    "other", [{"seed": None}, {"logprobs": 1}, {"verification": "rejection"}, {"n": 2}, {"learn": False}], ids=str
-)
-def test_a_request_without_a_known_output_runs_each_time(http, other):
-    body = SAMPLED | {"user": f"each time {other}"} | other
-    assert ask(http, body)["usage"]["repeated_tokens"] == 0
-    after = SAMPLED | {"user": f"afterwards {other}"}
-    ask(http, after)
-    repeated(http, after)  # The corpus has learned both.
-    assert ask(http, body)["usage"]["repeated_tokens"] == 0
-
-
 def test_an_adapter_repeats_its_own_answers(http):
     body = BODY | {"model": "a"}
     first = ask(http, body)
@@ -148,9 +127,10 @@ def run(engine, repeats, request):
 
 def test_forgotten_and_overwritten_text_is_not_repeated(engine):
     repeats, corpus = Repeats(engine), corpus_of(engine)
-    first, second = named([5, 6, 7]), named([8, 9])
-    for each in (first, second):
+    first, second, unlearned = named([5, 6, 7]), named([8, 9]), named([9, 8], learn=False)
+    for each in (first, second, unlearned):
         run(engine, repeats, each)
+    assert repeats.find(unlearned) is None
     corpus.forget(first.request_id)
     corpus.refresh()
     assert repeats.find(first) is None
@@ -183,10 +163,26 @@ def test_rejected_and_unfinished_outputs_are_not_repeated(engine):
     assert engine.completed(greedy, np.full(30, 7, np.uint32)).tokens.tolist() == [7] * 30
 
 
-def test_settings_and_prompt_are_told_apart():
-    long = Request(np.frombuffer(b"abcdefgh", np.uint32), SamplingParams())
-    short = Request(np.frombuffer(b"efgh", np.uint32), SamplingParams(), salt="abcd")
-    others = [replace(long, salt="x"), replace(long, adapter="x")]
-    assert len({request_id_of(each) for each in (long, short, *others)}) == 4
-    first, second = [replace(long, sampling=SamplingParams(seed=seed)) for seed in (1, 2)]
-    assert request_id_of(first) == request_id_of(second)  # both are greedy
+def id_of(prompt=(5,), **fields):
+    """Return the id of the request that a body makes on a server with the adapter `a`."""
+    service = SimpleNamespace(served=SimpleNamespace(defaults={}, adapters=("a",), answers_repeats=True))
+    body = CompletionRequest.model_validate(SAMPLED | fields)
+    return Service.requests(service, body, array(prompt), body.max_tokens, logprobs=body.logprobs)[0].request_id
+
+
+OTHERS = [
+    {"model": "a"}, {"seed": 8}, {"temperature": 0.9}, {"temperature": 0}, {"max_tokens": 19}, {"stop": ["r"]},
+    {"logit_bias": {"5": 1}}, {"max_draft": 0}, {"drafter": "none"}, {"verification": "rejection"},
+    {"response_format": {"type": "json_object"}}, {"prompt": (6,)}, {"user": "a"}, {"user": "b"}, {"cache_salt": "a"},
+    {"prompt": np.frombuffer(b"efgh", np.uint32), "user": "abcd"}, {"prompt": np.frombuffer(b"abcdefgh", np.uint32)},
+]  # fmt: skip
+
+
+def test_requests_that_differ_have_other_ids_and_those_without_a_known_output_have_none():
+    found = [id_of(), *(id_of(**other) for other in OTHERS)]
+    assert None not in found
+    assert len(set(found)) == len(found)
+    assert found[0] == id_of(learn=False)
+    assert id_of(temperature=0, seed=1) == id_of(temperature=0, seed=2) == id_of(temperature=0, seed=None)
+    for fields in ({"seed": None}, {"logprobs": 1}, {"n": 2}, {"return_token_ids": True}):
+        assert id_of(**fields) is None

@@ -149,7 +149,7 @@ def chain_requests(count, max_tokens=6, **given):
 
 
 def test_the_room_of_extra_rows_is_what_steps_and_pages_leave():
-    config = EngineConfig(max_sequences=4, max_draft=3, max_step_tokens=64, watermark=0.0, prefix_cache=False)
+    config = EngineConfig(max_sequences=4, max_draft=3, max_step_tokens=64, watermark=0.0)
     assert rooms_of(config, 40, chain_requests(2)) == [(3, ROWS)] * 2
     # 4 + 3 tokens of each sequence leave 28 - 16 tokens to four sequences.
     assert rooms_of(replace(config, max_step_tokens=28), 40, chain_requests(4)) == [(3, 3)] * 4

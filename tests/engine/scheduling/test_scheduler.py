@@ -129,11 +129,10 @@ def test_the_last_page_of_a_cached_prompt_is_computed_again():
     assert second.tokens.tolist() == first.tokens.tolist()
 
 
-@pytest.mark.parametrize(("settings", "salt"), [({}, "other"), ({"prefix_cache": False}, "")])
-def test_nothing_is_shared_across_salts_or_without_the_cache(settings, salt):
-    engine = engine_of(**settings)
+def test_nothing_is_shared_across_salts():
+    engine = engine_of()
     engine.generate([Request(text(20), SamplingParams(max_tokens=1))])
-    [completion] = engine.generate([Request(text(20), SamplingParams(max_tokens=1), salt=salt)])
+    [completion] = engine.generate([Request(text(20), SamplingParams(max_tokens=1), salt="other")])
     assert completion.cached_tokens == 0
 
 

@@ -1,8 +1,11 @@
-"""Training a head from the command, and the cards of trained heads."""
+"""Training a head from the command, and the heads that ship with the package."""
 
+import io
 import json
 import platform
+import re
 import sysconfig
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +14,19 @@ import pytest
 from rich.console import Console
 
 from engine.commands.options import TrainFlags
+from engine.config import EngineConfig
+from engine.drafters.base import TargetInfo
 from engine.drafters.build import check_weights
+from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
 from engine.models.loader import load_config, load_model
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from engine.training import acceptance, data, run
+from engine.scheduling.request import Request, SamplingParams
+from engine.training import data, run
 from engine.training.command import train_head
 from engine.training.kinds import KINDS
+from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.conftest import TEXT, make_folder
 from tests.engine.models.test_families import DEEPSEEK
@@ -34,15 +43,8 @@ def recipe(kind):
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "target"
     make_folder(folder, num_hidden_layers=3)
-    prompts = [{"prompt": TEXT[:60]}, {"prompt": TEXT[20:90]}]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     (folder / "LICENSE.txt").write_text("the license")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch):
-    monkeypatch.setattr(acceptance, "MAX_TOKENS", 8)
 
 
 @pytest.fixture
@@ -55,18 +57,24 @@ def text_files(tmp_path):
 
 
 def train(kind, target, tmp_path, data=(), own_recipe=None):
-    """Train a head; return its folder and its acceptance."""
+    """Train a head; return its folder and what is printed."""
     flags = TrainFlags(out=tmp_path / "out", target=target, data=data, work=tmp_path / "work")
-    return flags.out, train_head(kind, flags, Console(quiet=True), own_recipe or recipe(kind))
+    console = Console(file=io.StringIO())
+    train_head(kind, flags, console, own_recipe or recipe(kind))
+    return flags.out, console.file.getvalue()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_written_folder_drafts_for_the_target(kind, target, text_files, tmp_path):
-    out, result = train(kind, target, tmp_path, text_files)
-    assert 1 <= result.tokens_per_step <= 5
-    card = (out / "README.md").read_text()
-    assert f"--drafter {kind}" in card
-    assert f"{result.tokens_per_step:.2f}" in card
+    out, printed = train(kind, target, tmp_path, text_files)
+    config = EngineConfig(max_sequences=2, max_draft=2)
+    info = TargetInfo.from_model(load_model(target), config, target)
+    drafter = build_drafter(kind, DrafterConfig(max_draft=2), info, draft_models={kind: out})
+    with closing(build_engine(info.model, config, drafter)) as engine:
+        [completion] = engine.generate([Request(np.arange(1, 9, dtype=np.uint32), SamplingParams(16, ignore_eos=True))])
+    assert completion.drafted > 0
+    assert f"ssd-engine compare --model {target} --drafter {kind} --draft-model {out}\n" in printed
+    assert re.search(r"about [1-5]\.\d\d tokens per step", printed)
     assert (out / "LICENSE.txt").read_text() == "the license"
     if kind == "draft-model":
         assert load_config(out) == replace(load_config(target), num_layers=1)
@@ -108,7 +116,7 @@ def test_a_second_call_continues(target, text_files, tmp_path, monkeypatch):
     [
         ((), "give --data"),
         (("missing.txt",), "cannot read .*missing.txt"),
-        (("short.txt",), "fewer than a window"),
+        (("short.txt",), "fewer than a window of 32; give more --data"),
         (("bad.jsonl",), "line 1"),
     ],
 )
@@ -121,18 +129,17 @@ def test_unusable_text_is_refused(target, tmp_path, names, message):
 
 def test_the_text_of_the_shipped_target_is_that_of_the_files_it_names(target, tmp_path):
     """Library files are named by their path; each is surrounded by the end token."""
-    sides = {"train": ["this.py", "json/__init__.py"], "held_out": ["antigravity.py"]}
-    files = {"python": platform.python_version()} | sides
+    names = ["this.py", "json/__init__.py"]
+    files = {"python": platform.python_version(), "train": names, "held_out": ["antigravity.py"]}
     (tmp_path / "files.json").write_text(json.dumps(files))
     tokenizer, root = Tokenizer(target), Path(sysconfig.get_path("stdlib"))
-    text = data.library_text(tmp_path, tokenizer, 0)
-    for tokens, names in zip((text.train, text.held_out), sides.values(), strict=True):
-        parts = [tokenizer.decode(part) for part in np.split(tokens, np.flatnonzero(tokens == 0))]
-        assert [part for part in parts if part] == [(root / name).read_text() for name in names]
-        assert (tokens[0], tokens[-1], tokens.dtype) == (0, 0, np.uint32)
+    tokens = data.library_tokens(tmp_path, tokenizer, 0)
+    parts = [tokenizer.decode(part) for part in np.split(tokens, np.flatnonzero(tokens == 0))]
+    assert [part for part in parts if part] == [(root / name).read_text() for name in names]
+    assert (tokens[0], tokens[-1], tokens.dtype) == (0, 0, np.uint32)
     (tmp_path / "files.json").write_text(json.dumps(files | {"python": "3.0.0"}))
     with pytest.raises(UserError, match=r"standard library of Python 3\.0\.0, and this is Python"):
-        data.library_text(tmp_path, tokenizer, 0)
+        data.library_tokens(tmp_path, tokenizer, 0)
 
 
 MAX_BYTES = 28 * 2**20

@@ -13,10 +13,9 @@ from engine.api.tool_formats import FORMATS, tool_grammar
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar import choice_grammar
 from engine.sampling.grammar_state import GrammarCompiler
-from tests.engine.api.tools.conftest import VOCAB
 from tests.engine.api.tools.outputs import message_of, written
 
-END = 0
+VOCAB, END = 4096, 0
 WEATHER = {
     "type": "object",
     "properties": {
