@@ -1,18 +1,15 @@
 """Prometheus metrics: values, sums, documentation and the endpoint."""
 
 import asyncio
-import errno
 import re
 import shutil
 import subprocess
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.client import RemoteDisconnected
 from pathlib import Path
-from socketserver import ThreadingTCPServer
-from types import SimpleNamespace
 from unittest.mock import Mock
 from urllib.error import HTTPError
 
@@ -223,52 +220,15 @@ def test_port_is_free_after_stop(host):
     again.stop()
 
 
-@pytest.mark.parametrize(
-    ("problem", "answer", "event"),
-    [
-        (TimeoutError("the loop is stuck"), HTTPError, "metrics not sent: the service is busy"),
-        (RuntimeError("a bug"), RemoteDisconnected, "metrics not sent"),
-    ],
-)
-def test_failures_are_logged_and_the_next_scrape_tries_again(problem, answer, event, capfd, monkeypatch):
-    def facts():
-        if not asked:
-            asked.append(True)
-            raise problem
-        return metered()
-
-    asked, logger = [], Mock()
-    monkeypatch.setattr(metrics, "logger", logger)
-    with scraped(facts) as read:
-        with pytest.raises(answer):
-            read()
-        assert "ssd_drafter_info" in read()
-    assert logger.warning.call_args.args == (event,)
-    assert not capfd.readouterr().err
-
-
-def test_without_free_descriptors_connections_are_accepted_after_a_pause(monkeypatch):
-    def get_request(server):
-        if pauses.count(metrics.RETRY_S) < 2:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return accept(server)
-
-    accept, pauses = ThreadingTCPServer.get_request, []
-    monkeypatch.setattr(ThreadingTCPServer, "get_request", get_request)
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
-    with scraped(metered) as read:
-        assert "ssd_drafter_info" in read()
-    assert pauses.count(metrics.RETRY_S) == 2
-
-
 @pytest.mark.parametrize("address", ["unix:/tmp/metrics.sock", "9400", "localhost:", "localhost:99999"])
 def test_address_must_be_host_and_port(address):
     with pytest.raises(UserError):
         MetricsEndpoint(metered, address)
 
 
-def test_facts_are_read_in_the_event_loop():
-    threads = []
+def test_facts_are_read_in_the_event_loop(monkeypatch):
+    """If it is busy, the scrape fails, and the next one tries again."""
+    threads, logger = [], Mock()
 
     def facts():
         threads.append(threading.current_thread())
@@ -276,7 +236,13 @@ def test_facts_are_read_in_the_event_loop():
 
     async def serve_and_read():
         with scraped(facts_from_loop(asyncio.get_running_loop(), facts)) as read:
+            with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+                patch.setattr(metrics, "logger", logger)
+                patch.setattr(metrics, "ANSWER_S", 0.05)
+                with pytest.raises(HTTPError):
+                    pool.submit(read).result(60)
             assert "ssd_drafter_info" in await asyncio.to_thread(read)
 
     asyncio.run(serve_and_read())
-    assert threads == [threading.current_thread()]
+    assert {*threads} == {threading.current_thread()}
+    assert logger.warning.call_args.args == ("metrics not sent: the service is busy",)

@@ -20,7 +20,6 @@ from drafter_service.commands.advise.trials import (
     uncached_prompt_tokens,
 )
 from ssd import Corpus
-from ssd.budget.curve import StepCurve
 from ssd.budget.roofline import roofline
 from ssd.replay import Step
 from ssd.types import DraftBatch, Path, Source
@@ -55,7 +54,7 @@ def test_a_step_with_drafts_includes_the_wait_for_the_host(monkeypatch):
 
 
 def test_a_partly_occupied_step_counts_as_its_share_of_a_full_one():
-    full, shared = StepCurve.from_profile(PROFILE), curve_at(PROFILE, 64)
+    full, shared = PROFILE.curve(), curve_at(PROFILE, 64)
     for sequences in (1, 16, 64):
         expected = sequences / 64 * (full.seconds(4 * 64, 64) + host_ms(64) / 1e3)
         assert shared.seconds(4 * sequences, sequences) == pytest.approx(expected)

@@ -23,17 +23,17 @@ def test_a_correct_engine_passes():
     assert engine.checker.is_complete
 
 
-def test_an_engine_that_verifies_a_part_of_each_draft_passes():
-    assert failures(cut=lambda _, draft: draft[:2]) == {}
-
-
-def test_durations_of_steps_are_optional():
-    engine = type("SilentEngine", (MiniEngine,), {"time_of": lambda *_: None})(EngineChecker())
-    assert engine.run_all() == {}
-
-
-def test_an_engine_that_waits_for_late_answers_passes():
-    assert failures(dropped=lambda _, drafts: drafts, steps_after_late=1) == {}
+@pytest.mark.parametrize(
+    "different",
+    [
+        {"cut": lambda _, draft: draft[:2]},
+        {"dropped": lambda _, drafts: drafts, "steps_after_late": 1},
+        {"time_of": lambda *_: None},
+    ],
+    ids=["verifies a part of each draft", "waits for late answers", "sends no durations"],
+)
+def test_correct_engines_may_differ(different):
+    assert failures(**different) == {}
 
 
 def keep_late_draft(engine, drafts):
@@ -136,6 +136,12 @@ def test_a_fault_is_found(check, wrong, sentence):
 
 def test_an_engine_that_uses_no_drafts_does_not_pass():
     assert "drafts used" in failures(cut=lambda _, draft: [])
+
+
+def test_outputs_of_an_engine_that_asks_for_no_drafts_are_not_tested():
+    found = failures(most_drafted=0)
+    assert (found["output"], found["drafts used"]) == (None, None)
+    assert "finishes" not in found
 
 
 def test_too_few_runs_are_not_enough():

@@ -129,7 +129,11 @@ def test_tables_contain_the_counters():
 
 def test_periods_are_differences_of_samples():
     totals = {"steps": 30, "committed": 50, "hits": 10, "drafted": 40, "accepted": 20, "corpus": 500, "appended": 700}
-    samples = at(NOW - 30, steps=10, committed=10), at(NOW - 20, **totals, timeouts=2), at(NOW - 10, **totals, timeouts=2)
+    samples = (
+        at(NOW - 30, steps=10, committed=10),
+        at(NOW - 20, **totals, timeouts=2),
+        at(NOW - 10, **totals, timeouts=2),
+    )
     busy, quiet, now = only(
         history=history_of(*samples),
         stats=counted((40, 90, 18), by_source={0: (60, 50)}),
