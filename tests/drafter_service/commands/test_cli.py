@@ -298,21 +298,20 @@ def test_help_imports_no_heavy_modules():
     subprocess.run([sys.executable, "-c", HELP], check=True, timeout=60)
 
 
-def stop(process, number):
-    """Send a signal to a server; return its stdout and its log."""
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    return out, os.pread(process.log.fileno(), 1 << 16, 0).decode()
-
-
-def test_options_apply_and_interrupting_stops_the_server():
+def test_a_server_replaces_a_stale_socket_applies_its_options_and_saves_when_it_stops(run, socket_address, tmp_path):
+    path = Path(socket_address.removeprefix("unix:"))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
     options = ["--set", "drafting.draft_shape=tree", "--set", "drafting.cost=0.0001", "--max-draft", "5"]
-    options += ["--capacity", "100k", "--log-format", "json"]
-    with served("--listen", "127.0.0.1:0", *options) as process:
-        address = re.search(r"listening at (127\.0\.0\.1:\d+), up to 100,000 tokens", process.greeting)[1]
-        assert not address.endswith(":0")
-        with connected(address) as caller:
+    options += ["--capacity", "100k", "--log-format", "json", "--snapshot-folder", str(tmp_path)]
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        health = pool.submit(run, "health", "--address", socket_address, "--wait", "60")
+        process = stack.enter_context(served("--listen", socket_address, *options))
+        assert "up to 100,000 tokens" in process.greeting
+        assert health.result(60) == (0, "serving\n", "")
+        assert path.stat().st_mode & 0o777 == 0o600
+        with connected(socket_address) as caller:
+            caller.observe("a", TEXT)
             stream = caller.stream("a")
             assert stream.welcome.max_draft == 5
             request = batch({1: ()}, limit=9)
@@ -321,24 +320,13 @@ def test_options_apply_and_interrupting_stops_the_server():
             assert len(drafts.tokens) == 5
             assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
             assert drafted(stream.exchange(batch=batch({1: ()}, limit=9, cost=1.0))) == []
-            out, errors = stop(process, signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+            assert process.returncode == 0
             assert re.fullmatch(r"stopped; tokens: 0 committed, 0 drafted, 0 accepted, 0\.00 per step\n", out)
-            assert [json.loads(line)["event"] for line in errors.splitlines()] == ["namespace loaded"]
+            log = [json.loads(line) for line in os.pread(process.log.fileno(), 1 << 16, 0).decode().splitlines()]
+            assert log[0]["event"] == "namespace loaded"
+            assert {line["level"] for line in log} == {"info"}
             # The stream was ended without an error.
             stream.end()
-
-
-def test_health_waits_for_the_start_a_stale_socket_is_replaced_and_stopping_saves(run, socket_address, tmp_path):
-    path = Path(socket_address.removeprefix("unix:"))
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(path))
-    arguments = ["--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path)]
-    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-        health = pool.submit(run, "health", "--address", socket_address, "--wait", "60")
-        process = stack.enter_context(served(*arguments))
-        assert health.result(60) == (0, "serving\n", "")
-        assert path.stat().st_mode & 0o777 == 0o600
-        with connected(socket_address) as caller:
-            caller.observe("a", TEXT)
-            stop(process, signal.SIGTERM)
     assert load(tmp_path / "a" / "corpus.ssd", 100_000, 32).corpus.requests == 1
