@@ -1,6 +1,5 @@
 """Matches in tiers, and samples of them, compared with slow references."""
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -19,6 +18,7 @@ from ssd.kernels.evidence import (
     gather,
     gather_libraries,
 )
+from ssd.kernels.jit import outline
 from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, TIER_COLUMNS, place_all, place_spans
 from ssd.kernels.probabilities import LEVELS, OF_LIBRARIES, SAMPLES
 from tests import naive
@@ -29,7 +29,7 @@ BLOCK = 1 << BLOCK_BITS
 US, OTHERS = 7, 8
 
 
-@numba.njit(error_model="numpy")
+@outline
 def write_evidence(evidence, tiers, live, owners, libraries, context, end, depth, tag, tags, live_tags):
     """Gather the evidence for the tokens before `end` of a context, for the owner US."""
     spans = np.empty((len(tiers) + len(libraries), SPAN_COLUMNS), np.int64)
@@ -135,7 +135,7 @@ def test_all_occurrences_of_the_longest_matches_are_found_in_any_tiers(corpus, d
     assert_found(found, expected)
 
 
-@numba.njit(error_model="numpy")
+@outline
 def place_each_way(tiers, contexts, depth):
     """Return the spans of all contexts, found in one batch and one by one."""
     together = np.full((len(contexts), len(tiers), SPAN_COLUMNS), -7, np.int64)
