@@ -58,7 +58,7 @@ def run_case(drafter: str, at_once: int, options: argparse.Namespace) -> dict[st
     learned, served, vocabulary = recorded_items(options.trace)
     if options.mixed:
         served = mixed(served)
-    curve = StepCurve.from_profile(roofline(options.gpu, options.model_size))
+    curve = roofline(options.gpu, options.model_size).curve()
     shape = replace(SHAPES["tiny"], vocab_size=vocabulary, num_layers=1, max_positions=MAX_POSITIONS)
     config = EngineConfig(
         max_sequences=at_once, max_step_tokens=at_once * (1 + MAX_DRAFT) + 4096, kv_memory_mib=1024,

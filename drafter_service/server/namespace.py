@@ -234,7 +234,7 @@ class Namespace:
         if self.config.cost is not None:
             return StepCurve.constant(self.config.cost, padding)
         if self._profile is not None:
-            return StepCurve.from_profile(self._profile, padding)
+            return self._profile.curve(padding)
         return StepCurve.unknown(padding)
 
     def release(self, drafter: SuffixDrafter) -> None:

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ssd.budget.curve import PaddingOf, StepCurve, extended
+from ssd.budget.padding import NO_PADDING
 from ssd.errors import UserError
 
 MAX_SIZES = 64
@@ -66,11 +68,10 @@ class CostProfile:
 
     def step(self, tokens: float, sequences: int) -> float:
         """Return the milliseconds of a step of `tokens` tokens in total, interpolated linearly."""
-        counts, sizes, seconds = self.table()
-        return 1e3 * float(np.interp(sequences, counts, [extended(tokens, sizes, row) for row in seconds]))
+        return 1e3 * float(self.curve().seconds(tokens, sequences))
 
-    def table(self) -> tuple[list[int], list[int], np.ndarray]:
-        """Return the numbers of sequences and of tokens, ascending, and the seconds for each pair, float64 [S, T].
+    def curve(self, padding: PaddingOf = NO_PADDING) -> StepCurve:
+        """Return the durations of steps as a curve.
 
         Pairs that are not in the profile are interpolated and extrapolated by their number of tokens.
         """
@@ -80,7 +81,7 @@ class CostProfile:
             extended(np.array(sizes), own, [self.step_ms[size][count] / 1e3 for size in own])
             for count, own in zip(counts, known, strict=True)
         ]
-        return counts, sizes, np.array(seconds)
+        return StepCurve.from_table(counts, sizes, np.array(seconds), padding)
 
     def drafting(self, drafter: str, depth: int, sequences: int) -> float | None:
         """Return the milliseconds that drafting `depth` positions adds to a step, None if they are not known.
@@ -160,13 +161,3 @@ class CostProfile:
 
 def _numbers(table: Any) -> dict[int, dict[int, float]]:
     return {int(outer): {int(inner): float(ms) for inner, ms in row.items()} for outer, row in table.items()}
-
-
-def extended(at: np.ndarray | float, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Interpolate linearly between points of ascending x, and extrapolate with the first and the last slope."""
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    if len(x) == 1:
-        return np.full(np.shape(at), y[0])
-    right = np.clip(np.searchsorted(x, at), 1, len(x) - 1)
-    line: np.ndarray = y[right - 1] + (at - x[right - 1]) * (y[right] - y[right - 1]) / (x[right] - x[right - 1])
-    return line

@@ -13,7 +13,6 @@ from time import perf_counter
 
 import numpy as np
 
-from ssd.budget.cost_profile import CostProfile, extended
 from ssd.budget.fit import STEPS, Fit, parts_of, record_step, write_seconds
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.budget.totals import BudgetTotals, size_of
@@ -97,12 +96,6 @@ class StepCurve:
         check_cost(cost)
         knots = np.array([1.0, 2.0])
         return cls(knots, lambda sequences: 1 + cost * (knots / sequences - 1), padding, spread=None)
-
-    @classmethod
-    def from_profile(cls, profile: CostProfile, padding: PaddingOf = NO_PADDING) -> StepCurve:
-        """Return the curve of a profile, in seconds."""
-        counts, sizes, seconds = profile.table()
-        return cls.from_table(counts, sizes, seconds, padding)
 
     @classmethod
     def from_table(
@@ -239,3 +232,13 @@ def fastest(run: Callable[..., object], *arguments: object) -> float:
         run(*arguments)
         found = min(found, perf_counter() - began)
     return found
+
+
+def extended(at: np.ndarray | float, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Interpolate linearly between points of ascending x, and extrapolate with the first and the last slope."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if len(x) == 1:
+        return np.full(np.shape(at), y[0])
+    right = np.clip(np.searchsorted(x, at), 1, len(x) - 1)
+    line: np.ndarray = y[right - 1] + (at - x[right - 1]) * (y[right] - y[right - 1]) / (x[right] - x[right - 1])
+    return line

@@ -10,6 +10,7 @@ from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus import tier
 from ssd.corpus.corpus import Corpus
 from ssd.sequences.tables import MIN_ROWS
+from ssd.types import DraftBatch, Path
 from tests.replay import drafter_of, progress_of, replay_one
 from tests.strategies import array
 
@@ -145,35 +146,27 @@ def test_memory_includes_running_sequences_and_the_corpus(drafter):
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("name", "values"),
     [
-        {"max_draft": 0},
-        {"max_draft": 65},
-        {"match_depth": 0},
-        {"match_depth": 65},
-        {"learned_prompt_tokens": -1},
-        {"idle_sessions": -1},
-        {"idle_tokens": -1},
-        {"cost": 0.0},
-        {"cost": 1.5},
-        {"cost": float("nan")},
-        {"refresh_interval_s": 0},
-        {"refresh_interval_s": float("inf")},
-        {"refresh_interval_s": float("nan")},
-        {"draft_shape": "bush"},
+        ("max_draft", (0, 65)),
+        ("match_depth", (0, 65)),
+        *((name, (-1,)) for name in ("learned_prompt_tokens", "idle_sessions", "idle_tokens")),
+        ("cost", (0.0, 1.5, float("nan"))),
+        ("refresh_interval_s", (0, float("inf"), float("nan"))),
+        ("draft_shape", ("bush",)),
     ],
-    ids=lambda setting: "{}={}".format(*next(iter(setting.items()))),
 )
-def test_settings_out_of_range_are_named(setting):
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        DrafterConfig(**setting)
+def test_settings_out_of_range_are_named(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=name):
+            DrafterConfig(**{name: value})
 
 
-@pytest.mark.parametrize("value", ["16M", 1e4, True, None], ids=str)
 @pytest.mark.parametrize("name", [each.name for each in fields(DrafterConfig) if each.type == "int"])
-def test_settings_that_are_not_integers_are_named(name, value):
-    with pytest.raises(ValueError, match=re.escape(f"{name} must be an integer, not {value!r}")):
-        DrafterConfig(**{name: value})
+def test_settings_that_are_not_integers_are_named(name):
+    for value in ("16M", 1e4, True, None):
+        with pytest.raises(ValueError, match=re.escape(f"{name} must be an integer, not {value!r}")):
+            DrafterConfig(**{name: value})
     assert DrafterConfig(**{name: np.int64(getattr(DrafterConfig, name))}) == DrafterConfig()
 
 
@@ -182,3 +175,10 @@ def test_the_largest_settings_work():
     with drafter_of([TEXT], max_draft=64, match_depth=64, cost=1e-12) as drafter:
         drafter.start(1, text[:400])
         assert draft(drafter, 1, limit=64) == text[400:464].tolist()
+
+
+def test_drafts_are_scattered_among_sequences_without_any():
+    paths = [Path(array([5, 6]), np.ones(2, np.float32)), Path(array([7]), np.ones(1, np.float32))]
+    batch = DraftBatch.from_paths(paths).scatter(np.array([1, 3]), 5)
+    assert [batch.tokens_of(index).tolist() for index in range(5)] == [[], [5, 6], [], [7], []]
+    assert [batch.parents_of(index).tolist() for index in range(5)] == [[], [-1, 0], [], [-1], []]

@@ -171,19 +171,6 @@ def test_the_probability_of_a_single_source_is_kept():
     assert found.path_prob.tolist() == pytest.approx([0.3, 0.27])
 
 
-def test_a_biased_source_is_corrected():
-    """One source claims 0.9 and is right in a third of all cases; the other is right in the rest."""
-    mix = Mix(2)
-    rng = np.random.default_rng(0)
-    for _ in range(2000):
-        tree = Tree.empty(4, 2)
-        for source, prob in ((0, 0.9), (1, 0.5)):
-            tree, _ = tree.add(np.array([source]), np.array([ROOT]), np.array([prob]), source)
-        found = mix.evaluate(tree)
-        mix.learn(tree, found, np.array([0 if rng.random() < 1 / 3 else 1]))
-    assert found.accept_prob.tolist() == pytest.approx([1 / 3, 2 / 3], abs=0.1)
-
-
 @st.composite
 def weighted_trees(draw):
     """Parents and path probabilities, which fall along each path."""

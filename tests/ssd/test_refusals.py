@@ -1,13 +1,17 @@
-"""Calls that every drafter refuses, and that have no effect."""
+"""Calls that every drafter refuses without an effect, and messages about drafters that fail."""
 
 from dataclasses import replace
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ssd import ClassicDrafter, DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
-from ssd.types import PROPOSE_ID
+from ssd.errors import MAX_FAILURES, REPORT_INTERVAL_S, Failures
+from ssd.types import PROPOSE_ID, Progress
 from tests.naive import SEPARATOR
 from tests.replay import progress_of
 from tests.strategies import array
@@ -130,3 +134,49 @@ def test_continuations_are_refused_like_steps():
         with pytest.raises(ValueError, match="sequence 9 was not started"):
             drafter.draft_after(progress_of({9: [1]}, limit=2))
         assert len(drafter.draft_after(progress_of({}, limit=2))) == 0
+
+
+def test_read_only_slices_are_accepted():
+    wanted = progress_of({1: [5], 2: [6]}, limit=4)
+    for name in ("tokens", "offsets", "verified", "max_draft"):
+        own = getattr(wanted, name)
+        part = np.concatenate([own, own])[len(own) :]
+        part.flags.writeable = False
+        replace(wanted, **{name: part}).check_arrays()
+
+
+@given(st.integers(0, 4), st.lists(st.integers(0, 6), max_size=6), st.integers(0, 6))
+def test_offsets_are_accepted_only_if_they_partition_the_tokens(sequences, offsets, tokens):
+    counts = array([0] * sequences)
+    ids = np.arange(sequences, dtype=np.uint64)
+    wanted = Progress(ids, array([1] * tokens), array(offsets), counts, counts)
+    runs = [range(first, end) for first, end in pairwise(offsets)]
+    is_partition = offsets[:1] == [0] and list(chain(*runs)) == list(range(tokens))
+    if len(offsets) == sequences + 1 and is_partition and offsets == sorted(offsets):
+        wanted.check_arrays()
+    else:
+        with pytest.raises(ValueError, match=r"^offsets "):
+            wanted.check_arrays()
+
+
+def test_failures_are_reported_once_a_minute_with_their_number():
+    now = 5.0
+    failures = Failures(clock=lambda: now)
+    assert failures.add() == "continuing without its drafts"
+    assert [failures.add(), failures.add(2)] == [None, None]
+    now += REPORT_INTERVAL_S
+    assert failures.add() == "continuing without its drafts (4 failures since the last message)"
+    assert failures.add() is None
+    assert failures.count == 6
+
+
+def test_drafting_ends_after_failures_in_a_row():
+    failures = Failures(clock=lambda: 0.0)
+    for _ in range(2):
+        assert not any("off" in (failures.add() or "") for _ in range(MAX_FAILURES - 1))
+        failures.succeeded()
+    messages = [failures.add() for _ in range(MAX_FAILURES + 5)]
+    assert [at for at, message in enumerate(messages, 1) if message is not None] == [MAX_FAILURES]
+    assert "restarted" in messages[MAX_FAILURES - 1]
+    failures.succeeded()
+    assert failures.is_off

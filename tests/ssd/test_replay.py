@@ -12,7 +12,6 @@ from ssd.baselines.classic import ClassicDrafter
 from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter
 from ssd.budget.cost_profile import CostProfile
-from ssd.budget.curve import StepCurve
 from ssd.budget.padding import Padding
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
@@ -125,7 +124,7 @@ class WrongDrafter(NoDrafter):
 @pytest.mark.parametrize(("lengths", "expected"), [((), 3 * 2), ((0, 4), 3 * 5)])
 def test_the_time_of_a_step_is_that_of_its_tokens_with_padding(lengths, expected):
     a_second_per_token = CostProfile("some", "some", {1: {1: 1e3}, 10: {1: 1e4}})
-    curve = StepCurve.from_profile(a_second_per_token, Padding(lengths=lengths))
+    curve = a_second_per_token.curve(Padding(lengths=lengths))
     counts = replay(recording_of([([], [1] * 3)]), WrongDrafter(), curve=curve, max_draft=4)
     assert (int(counts.steps.sum()), counts.seconds) == (3, pytest.approx(expected))
 

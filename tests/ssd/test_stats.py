@@ -37,23 +37,16 @@ def test_counters_add_up(shape):
         assert stats.committed == stats.accepted + stats.steps  # each step adds one token to what it accepts
         assert 200 < stats.accepted <= stats.verified
         assert 0 < stats.hits <= stats.steps
-        for table in (counters.by_source, counters.by_position):
-            assert table[:, VERIFIED].sum() == stats.verified
-            assert table[:, ACCEPTED].sum() == stats.accepted
+        calibration, own = counters.calibration, counters.by_source[[Source.CORPUS, Source.LOCAL]]
+        for table in (counters.by_source, counters.by_position, calibration[:, [COUNT, OBSERVED]]):
+            assert table.sum(axis=0).tolist() == [stats.verified, stats.accepted]
             assert (table[:, ACCEPTED] <= table[:, VERIFIED]).all()
-        # Fallback candidates have no age.
-        assert np.array_equal(
-            counters.by_age.sum(axis=0), counters.by_source[[Source.CORPUS, Source.LOCAL]].sum(axis=0)
-        )
+        assert counters.by_age.sum(axis=0).tolist() == own.sum(axis=0).tolist(), "fallback candidates have no age"
         assert counters.by_source[Source.CORPUS, ACCEPTED] > 200
-        calibration = counters.calibration
-        assert calibration[:, COUNT].sum() == stats.verified
-        assert calibration[:, OBSERVED].sum() == stats.accepted
         # The mean path probability of a bin is in the bin's range.
         used = np.flatnonzero(calibration[:, COUNT])
-        means = calibration[used, PREDICTED] / calibration[used, COUNT]
-        assert (means * PROB_BINS >= used - 1e-3).all()
-        assert (means * PROB_BINS <= used + 1 + 1e-3).all()
+        means = calibration[used, PREDICTED] / calibration[used, COUNT] * PROB_BINS
+        assert ((means >= used - 1e-3) & (means <= used + 1 + 1e-3)).all()
 
 
 def test_tokens_are_counted_by_source_position_and_age():
@@ -93,17 +86,20 @@ def test_paths_of_other_drafters_are_counted_by_position():
     assert stats.counters.by_position[:5].tolist() == [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0]]
 
 
+def totals_of(stats):
+    return np.array([stats.steps, stats.committed, stats.verified, stats.accepted])
+
+
 @pytest.mark.parametrize("kind", [SuffixDrafter, ClassicDrafter])
 def test_rollouts_are_counted_by_version_when_they_end(kind):
     with kind(DrafterConfig(capacity=1 << 16)) as drafter:
 
         def replayed(number, **options):
             """Return what a request adds to the statistics."""
-            before = drafter.stats.steps, drafter.stats.committed, drafter.stats.verified, drafter.stats.accepted
+            before = totals_of(drafter.stats)
             replay_one(drafter, number, TEXT[:50], TEXT[50:], **options)
             drafter.corpus.refresh()
-            after = drafter.stats.steps, drafter.stats.committed, drafter.stats.verified, drafter.stats.accepted
-            return [1, *np.subtract(after, before).tolist()]
+            return [1, *(totals_of(drafter.stats) - before).tolist()]
 
         first = replayed(0, rollout=Rollout("a", 7))
         others = [replayed(number, rollout=Rollout("a", 8), learn=False) for number in (1, 2)]

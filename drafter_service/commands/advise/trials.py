@@ -170,7 +170,7 @@ def run_trial(recording: Recording, profile: CostProfile, trial: Trial, watch: C
     drafter.close()
     # Drafts do not change the time of prompts, nor how many of them a prefix cache has.
     prompts = uncached_prompt_tokens(recording) * profile.prompt_token_ms / 1e3
-    plain = recording.output_tokens * float(StepCurve.from_profile(profile).seconds(load, load)) / load
+    plain = recording.output_tokens * float(profile.curve().seconds(load, load)) / load
     speedup = (plain + prompts) / (counts.seconds + counts.draft_s + prompts)
     return Outcome(trial, counts, speedup, () if tracer is None else tracer.origins)
 
@@ -210,7 +210,7 @@ def curve_at(profile: CostProfile, load: int, padding: PaddingOf = NO_PADDING) -
     host included. So the beginning and the end of a log, when few requests run, do not count as if the engine were
     empty, and no speed-up exceeds the tokens per step.
     """
-    full, knots = StepCurve.from_profile(profile), usual_knots()
+    full, knots = profile.curve(), usual_knots()
 
     def share(sequences: int) -> np.ndarray:
         part = sequences / load

@@ -77,20 +77,6 @@ def service():
             )
 
 
-def test_health_needs_no_token(run, service):
-    assert run("health", "--address", service.address) == (0, "serving\n", "")
-
-
-def test_a_snapshot_folder_cannot_be_shared(run, service, tmp_path):
-    code, _, err = run("serve", "--listen", f"unix:{tmp_path}/s", "--snapshot-folder", service.folder)
-    assert (code, err) == (
-        2,
-        f"error: snapshots.folder: another service, or `ssd-drafter warm`, uses {service.folder}; "
-        "give each service its own folder\n",
-    )
-    assert not list(tmp_path.glob("s*"))
-
-
 def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
     assert run("namespaces", *service.admin)[1] == "no namespaces yet\n"
     with connected(service.address, service.token) as caller:
@@ -190,37 +176,65 @@ def test_the_corpus_of_a_running_service_is_not_written(run, service, tmp_path):
         assert run("warm", "--snapshot", target, "--capacity", "10k", "--from", log)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["namespaces", "--address", "{address}"], "refused: a bearer token is needed"),
-        (["snapshot", "--address", "{address}", "--token-file", "/nowhere"], "token: cannot read /nowhere"),
-        (["drop", "a", "--yes", "{reader}"], "refused: caller 'reader' has no admin right to namespace 'a'"),
-        (["drop", "a", "--yes", "{admin}"], "refused: there is no namespace 'a'"),
-        (["forget", "a", "{admin}"], "give one of --request, --older-than and --everything"),
-        (["forget", "a", "--everything", "--request", "r", "{admin}"], "give one of --request, --older-than and"),
-        (["snapshot", "{reader}"], "nothing was saved: no namespace is in memory, you may administer none of them"),
-        (
-            ["health", "--address", "unix:/nowhere.sock", "--wait", "0.01"],
-            "no drafter answers at unix:/nowhere.sock (no answer in time); start one",
-        ),
-        (["health", "--address", "nonsense"], "'nonsense' is not an address"),
-        (
-            ["health", "--address", "unix:/nowhere.sock"],
-            "(No such file or directory); start one with: ssd-drafter serve",
-        ),
-        (["namespaces", "--address", "{address}", "--key", "k"], "--key needs certificate"),
-        (["namespaces", "--address", "127.0.0.1:1", "--ca", "/nowhere"], "ca: cannot read /nowhere"),
-        (["namespaces", "--address", "10.0.0.1:1", "--token-file", "{token}"], "the token would be sent to 10.0.0.1:1"),
-    ],
-)
-def test_errors_are_one_line_with_exit_code_2(run, service, monkeypatch, arguments, error):
+NEW = ["serve", "--listen", "unix:{new}"]
+ERRORS = [
+    (["namespaces", "--address", "{address}"], "refused: a bearer token is needed"),
+    (["snapshot", "--address", "{address}", "--token-file", "/nowhere"], "token: cannot read /nowhere"),
+    (["drop", "a", "--yes", "{reader}"], "refused: caller 'reader' has no admin right to namespace 'a'"),
+    (["drop", "a", "--yes", "{admin}"], "refused: there is no namespace 'a'"),
+    (["forget", "a", "{admin}"], "give one of --request, --older-than and --everything"),
+    (["forget", "a", "--everything", "--request", "r", "{admin}"], "give one of --request, --older-than and"),
+    (["snapshot", "{reader}"], "nothing was saved: no namespace is in memory, you may administer none of them"),
+    (
+        ["health", "--address", "unix:/nowhere.sock", "--wait", "0.01"],
+        "no drafter answers at unix:/nowhere.sock (no answer",
+    ),
+    (["health", "--address", "nonsense"], "'nonsense' is not an address"),
+    (["health", "--address", "unix:/nowhere.sock"], "start one with: ssd-drafter serve"),
+    (["namespaces", "--address", "{address}", "--key", "k"], "--key needs certificate"),
+    (["namespaces", "--address", "127.0.0.1:1", "--ca", "/nowhere"], "ca: cannot read /nowhere"),
+    (["namespaces", "--address", "10.0.0.1:1", "--token-file", "{token}"], "the token would be sent to 10.0.0.1:1"),
+    (["serve", "--listen", "nonsense"], "'nonsense' is not an address"),
+    (["serve", "--listen", "host:99999"], "is not an address"),
+    (["serve", "--listen", "unix:/nowhere/at/all.sock"], "there is no directory /nowhere/at"),
+    (["serve", "--listen", "unix:{file}"], "exists and is not a socket"),
+    (["serve", "--listen", "unix:{new}" + "x" * 100], "is too long for a Unix socket"),
+    (["serve", "--listen", "0.0.0.0:0"], "is open to the network"),
+    (["serve", "--listen", "{address}"], "is in use by another server; stop that one or choose another path"),
+    (["serve", "--listen", "127.0.0.1:{taken}"], "cannot listen at 127.0.0.1:{taken}: Address already in use; choose"),
+    (["serve", "--config", "{new}"], "cannot read the settings in {new}: No such file"),
+    ([*NEW, "--set", "limits.stream=5"], "there is no setting limits.stream; did you mean"),
+    ([*NEW, "--set", "namespaces.capacities={a = '200M', b = '200M'}"], "3,025,000,000 of the limit"),
+    ([*NEW, "--snapshot-folder", "{file}/x"], "snapshots.folder: cannot write to"),
+    ([*NEW, "--snapshot-folder", "{folder}"], "uses {folder}; give each service its own folder"),
+    ([*NEW, "--key", "{file}", "--certificate", "{file}"], "are not a pair in PEM form"),
+    ([*NEW, "--callers", "{file}"], "callers: {file}"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error"), ERRORS)
+def test_errors_are_one_line_with_exit_code_2(run, service, tmp_path, monkeypatch, arguments, error):
     monkeypatch.setattr("drafter_service.commands.admin.HEALTH_TIMEOUT_S", 0.1)
-    names = {"{admin}": service.admin, "{reader}": service.reader, "{token}": service.admin[-1:]}
-    names["{address}"] = [service.address]
-    code, out, err = run(*(part for argument in arguments for part in names.get(argument, [argument])))
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: .*{re.escape(error)}.*\n", err)
+    lists = {"{admin}": service.admin, "{reader}": service.reader, "{token}": service.admin[-1:]}
+    (tmp_path / "file").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        names = {"file": tmp_path / "file", "new": tmp_path / "s", "address": service.address, "folder": service.folder}
+        names["taken"] = taken.getsockname()[1]
+
+        def filled(text):
+            for name, value in names.items():
+                text = text.replace(f"{{{name}}}", str(value))
+            return text
+
+        code, out, err = run(*(filled(str(part)) for each in arguments for part in lists.get(each, [each])))
+    assert code == 2
+    assert "listening" not in out
+    assert re.fullmatch(f"error: .*{re.escape(filled(error))}.*\n", err)
+    # The server at the address keeps running.
+    assert run("health", "--address", service.address) == (0, "serving\n", "")
+    assert not list(tmp_path.glob("s*"))
 
 
 @pytest.mark.parametrize(
@@ -237,52 +251,6 @@ def test_usage_errors_are_explained(run, arguments, error):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert error in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--listen", "nonsense"], "'nonsense' is not an address"),
-        (["--listen", "host:99999"], "is not an address"),
-        (["--listen", "unix:/nowhere/at/all.sock"], "there is no directory /nowhere/at"),
-        (["--listen", "unix:{file}"], "exists and is not a socket"),
-        (["--listen", "unix:{new}" + "x" * 100], "is too long for a Unix socket"),
-        (["--listen", "0.0.0.0:0"], "is open to the network"),
-        (["--listen", "unix:{new}", "--set", "limits.stream=5"], "there is no setting limits.stream; did you mean"),
-        (
-            ["--listen", "unix:{new}", "--set", "namespaces.capacities={a = '200M', b = '200M'}"],
-            "namespaces: namespace 'b' needs up to 3,025,000,000 bytes; 3,025,000,000 of the limit",
-        ),
-        (["--listen", "unix:{new}", "--snapshot-folder", "{file}/x"], "snapshots.folder: cannot write to"),
-        (["--listen", "unix:{new}", "--key", "{file}", "--certificate", "{file}"], "are not a pair in PEM form"),
-        (["--listen", "unix:{new}", "--callers", "{file}"], "callers: {file}"),
-        (["--config", "{new}"], "cannot read the settings in {new}: No such file"),
-        (
-            ["--listen", "127.0.0.1:{taken}"],
-            "cannot listen at 127.0.0.1:{taken}; choose another",
-        ),
-        (["--listen", "{used}"], "is in use by another server; stop that one or choose another path"),
-    ],
-)
-def test_start_errors_are_one_line(run, service, tmp_path, arguments, error):
-    (tmp_path / "file").touch()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        names = {"{file}": tmp_path / "file", "{new}": tmp_path / "s", "{used}": service.address}
-        names["{taken}"] = taken.getsockname()[1]
-
-        def filled(text):
-            for name, value in names.items():
-                text = text.replace(name, str(value))
-            return text
-
-        code, out, err = run("serve", *map(filled, arguments))
-    assert code == 2
-    assert "listening" not in out
-    assert re.fullmatch(f"error: .*{re.escape(filled(error))}.*\n", err)
-    # The server at the address keeps running.
-    assert run("health", "--address", service.address)[0] == 0
 
 
 def test_printed_settings_are_read_back(run, tmp_path):
@@ -330,21 +298,20 @@ def test_help_imports_no_heavy_modules():
     subprocess.run([sys.executable, "-c", HELP], check=True, timeout=60)
 
 
-def stop(process, number):
-    """Send a signal to a server; return its stdout and its log."""
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    return out, os.pread(process.log.fileno(), 1 << 16, 0).decode()
-
-
-def test_options_apply_and_interrupting_stops_the_server():
+def test_a_server_replaces_a_stale_socket_applies_its_options_and_saves_when_it_stops(run, socket_address, tmp_path):
+    path = Path(socket_address.removeprefix("unix:"))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
     options = ["--set", "drafting.draft_shape=tree", "--set", "drafting.cost=0.0001", "--max-draft", "5"]
-    options += ["--capacity", "100k", "--log-format", "json"]
-    with served("--listen", "127.0.0.1:0", *options) as process:
-        address = re.search(r"listening at (127\.0\.0\.1:\d+), up to 100,000 tokens", process.greeting)[1]
-        assert not address.endswith(":0")
-        with connected(address) as caller:
+    options += ["--capacity", "100k", "--log-format", "json", "--snapshot-folder", str(tmp_path)]
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        health = pool.submit(run, "health", "--address", socket_address, "--wait", "60")
+        process = stack.enter_context(served("--listen", socket_address, *options))
+        assert "up to 100,000 tokens" in process.greeting
+        assert health.result(60) == (0, "serving\n", "")
+        assert path.stat().st_mode & 0o777 == 0o600
+        with connected(socket_address) as caller:
+            caller.observe("a", TEXT)
             stream = caller.stream("a")
             assert stream.welcome.max_draft == 5
             request = batch({1: ()}, limit=9)
@@ -353,24 +320,13 @@ def test_options_apply_and_interrupting_stops_the_server():
             assert len(drafts.tokens) == 5
             assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
             assert drafted(stream.exchange(batch=batch({1: ()}, limit=9, cost=1.0))) == []
-            out, errors = stop(process, signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+            assert process.returncode == 0
             assert re.fullmatch(r"stopped; tokens: 0 committed, 0 drafted, 0 accepted, 0\.00 per step\n", out)
-            assert [json.loads(line)["event"] for line in errors.splitlines()] == ["namespace loaded"]
+            log = [json.loads(line) for line in os.pread(process.log.fileno(), 1 << 16, 0).decode().splitlines()]
+            assert log[0]["event"] == "namespace loaded"
+            assert {line["level"] for line in log} == {"info"}
             # The stream was ended without an error.
             stream.end()
-
-
-def test_health_waits_for_the_start_a_stale_socket_is_replaced_and_stopping_saves(run, socket_address, tmp_path):
-    path = Path(socket_address.removeprefix("unix:"))
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(path))
-    arguments = ["--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path)]
-    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-        health = pool.submit(run, "health", "--address", socket_address, "--wait", "60")
-        process = stack.enter_context(served(*arguments))
-        assert health.result(60) == (0, "serving\n", "")
-        assert path.stat().st_mode & 0o777 == 0o600
-        with connected(socket_address) as caller:
-            caller.observe("a", TEXT)
-            stop(process, signal.SIGTERM)
     assert load(tmp_path / "a" / "corpus.ssd", 100_000, 32).corpus.requests == 1

@@ -11,12 +11,7 @@ from drafter_service.commands.report import fetch_report, report
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.schema import Report
 from ssd.errors import UserError
-from tests.drafter_service.observability.report.samples import (
-    Reporter,
-    busy_namespace,
-    reporting,
-    service,
-)
+from tests.drafter_service.observability.report.samples import Reporter, busy_namespace, reporting, service
 
 MADE = build_report(service(busy_namespace()))
 DOCUMENT = MADE.model_dump_json()
@@ -31,19 +26,6 @@ def run(command, *arguments):
     result = CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False, color=False)
     assert result.exit_code == 0, result.output
     return result
-
-
-def test_fetched_report_is_the_one_sent(socket_address):
-    reporter = Reporter(DOCUMENT)
-    with reporting(socket_address, reporter):
-        assert fetch_report(link_to(socket_address), "team") == MADE
-    assert reporter.requests[0].namespace == "team"
-
-
-def test_unknown_fields_are_ignored(socket_address):
-    more = {**json.loads(DOCUMENT), "unknown": "field"}
-    with reporting(socket_address, Reporter(json.dumps(more))):
-        assert fetch_report(link_to(socket_address)) == MADE
 
 
 @pytest.mark.parametrize(
@@ -67,17 +49,17 @@ def test_failures_are_explained_in_one_line(socket_address, reporter, reason):
 
 
 def test_output_as_tables_json_and_page(socket_address, tmp_path):
-    with reporting(socket_address, Reporter(DOCUMENT)):
+    reporter = Reporter(json.dumps({**json.loads(DOCUMENT), "unknown": "field"}))
+    with reporting(socket_address, reporter):
+        assert fetch_report(link_to(socket_address), "team") == MADE
         tables = run(report, "--address", socket_address)
         printed = run(report, "--address", socket_address, "--json", "--html", tmp_path / "out.html")
         quiet = run(report, "--address", socket_address, "--html", tmp_path / "quiet.html")
+        with pytest.raises(UserError, match="cannot write"):
+            run(report, "--address", socket_address, "--html", tmp_path / "no" / "out.html")
+    assert reporter.requests[0].namespace == "team"
     assert "of the target's steps" in tables.stdout
     assert Report.model_validate_json(printed.stdout) == MADE
     assert "<h3>Calibration</h3>" in (tmp_path / "out.html").read_text()
     assert printed.stderr == f"wrote {tmp_path / 'out.html'}\n"
     assert quiet.stdout == ""
-
-
-def test_unwritable_page_is_an_error(socket_address, tmp_path):
-    with reporting(socket_address, Reporter(DOCUMENT)), pytest.raises(UserError, match="cannot write"):
-        run(report, "--address", socket_address, "--html", tmp_path / "no" / "out.html")

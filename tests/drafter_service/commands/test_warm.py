@@ -109,27 +109,19 @@ def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
 
 
 def test_learning_into_a_service(tmp_path, monkeypatch):
+    """The default namespace is that of engines with the model."""
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     sink, called = Collected(), []
     monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where, **_: called.append(where) or sink)
-    invoke("--from", tmp_path / "a.jsonl", "--address", "unix:/x", "--namespace", "n", "--tokenizer", MODEL)
-    ((_, namespace, model, _),) = called
-    assert (namespace, model.tokenizer) == ("n", hashlib.sha256((MODEL / "tokenizer.json").read_bytes()).hexdigest())
-    assert [tokens for _, tokens in sink.pairs] == [[1]]
-
-
-def test_default_namespace_is_that_of_engines_with_the_model(tmp_path, monkeypatch):
-    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
-    called = []
-    monkeypatch.setattr(
-        "drafter_service.ingest.sinks.RemoteSink", lambda *where, **_: called.append(where) or Collected()
-    )
-    result = result_of("--from", tmp_path / "a.jsonl", "--address", "unix:/x", "--tokenizer", MODEL)
-    learning, warning = result.stderr.splitlines()[:2]
+    given = "--from", tmp_path / "a.jsonl", "--address", "unix:/x", "--tokenizer", MODEL
+    invoke(*given, "--namespace", "n")
+    learning, warning = result_of(*given).stderr.splitlines()[:2]
     assert learning == "learning into the namespace n (5 tokens)"
     assert warning.startswith("warning: namespace n is empty, but namespace other holds 7 tokens")
-    ((_, namespace, model, _),) = called
-    assert (namespace, model) == ("", model_identity(MODEL))
+    (_, named, model, _), (_, default, full_model, _) = called
+    assert (named, model.tokenizer) == ("n", hashlib.sha256((MODEL / "tokenizer.json").read_bytes()).hexdigest())
+    assert (default, full_model) == ("", model_identity(MODEL))
+    assert [tokens for _, tokens in sink.pairs] == [[1], [1]]
 
 
 def test_loads_that_learn_nothing_fail(tmp_path):
@@ -229,22 +221,18 @@ def test_standard_input_is_read(tmp_path, is_pipe):
         (["--from", "{}/a.jsonl", "--snapshot", "{}/a.jsonl"], "is not a snapshot"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--tokenizer", "{}"], "has no tokenizer.json"),
         (["--from", "{}/a.py", "--snapshot", "{}/c"], "--tokenizer FOLDER"),
+        (["--from", "{}/a.parquet", "--snapshot", "{}/c"], r"pip install '\.\[parquet\]'"),
     ],
 )
-def test_user_errors_are_one_line(tmp_path, arguments, message):
+def test_user_errors_are_one_line(tmp_path, monkeypatch, arguments, message):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     (tmp_path / "a.py").write_text("text\n")
     with pytest.raises(UserError, match=message) as problem:
         invoke(*(argument.format(tmp_path) for argument in arguments))
     assert "\n" not in str(problem.value)
     assert not (tmp_path / "c").exists()
-
-
-def test_missing_pyarrow_is_reported(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match=r"pip install '\.\[parquet\]'"):
-        invoke("--from", tmp_path, "--snapshot", tmp_path / "c")
 
 
 def test_interruption_says_what_is_kept(tmp_path, monkeypatch):

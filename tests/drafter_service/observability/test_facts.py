@@ -31,16 +31,12 @@ def test_history_continues_when_the_clock_jumps():
     assert [each.time for each in history.samples] == [100.0, 110.0, 120.0, 130.0, 140.0]
 
 
-@given(st.lists(st.floats(1e-7, 100), min_size=1, max_size=50), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
+@given(st.lists(st.floats(1e-7, 100), max_size=50), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
 def test_quantiles_are_exact_to_a_bin(durations, share):
     latency = Latency()
     for duration in durations:
         latency.record(duration)
-    exact = float(np.quantile(durations, share, method="inverted_cdf"))
-    bound = next((bound for bound in BOUNDS_S if bound >= exact), max(durations))
-    assert latency.quantile(share) == min(bound, max(durations))
     assert latency.count == len(durations)
-
-
-def test_quantile_without_data_is_zero():
-    assert Latency().quantile(0.5) == 0.0
+    longest = max(durations, default=0.0)
+    exact = float(np.quantile(durations, share, method="inverted_cdf")) if durations else 0.0
+    assert latency.quantile(share) == min([*(bound for bound in BOUNDS_S if bound >= exact), longest][0], longest)

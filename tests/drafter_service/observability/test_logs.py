@@ -24,109 +24,88 @@ from tests.drafter_service.raw import batch, connected, hello, start
 from tests.servers import served
 
 SECRET = "Dear Mr Holmes, the hound was seen again"
+own = structlog.get_logger("drafter_service.x")
 
 
 @pytest.fixture
 def logs():
     """Return a function that returns the logged JSON documents; the logging configuration is restored."""
-    root, own = logging.getLogger(), [logging.getLogger(name) for name in ("drafter_service", "ssd")]
-    before = root.handlers[:], root.level, [logger.level for logger in own], sys.excepthook, threading.excepthook
+    root, loggers = logging.getLogger(), [logging.getLogger(name) for name in ("drafter_service", "ssd")]
+    before = root.handlers[:], root.level, [logger.level for logger in loggers], sys.excepthook, threading.excepthook
     stream = io.StringIO()
     configure_logs("json", "info", stream)
-    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    yield lambda: lines_of(stream)
     structlog.reset_defaults()
     logging.captureWarnings(False)
     root.handlers[:], root.level, levels, sys.excepthook, threading.excepthook = before
-    for logger, level in zip(own, levels, strict=True):
+    for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+def lines_of(stream):
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
 def raised(problem):
     try:
-        raise problem
+        raise problem from ValueError(SECRET)
     except BaseException as caught:
         return caught
 
 
 def test_lines_have_time_logger_and_event(logs):
-    structlog.get_logger("drafter_service.server.server").info("stream opened", namespace="main", streams=3)
+    own.info("stream opened", namespace="main", streams=3)
     (line,) = logs()
     assert line.pop("timestamp").endswith("Z")
-    assert line == {
-        "event": "stream opened",
-        "level": "info",
-        "logger": "drafter_service.server.server",
-        "namespace": "main",
-        "streams": 3,
-    }
+    expected = {"event": "stream opened", "level": "info", "logger": "drafter_service.x", "namespace": "main"}
+    assert line == {**expected, "streams": 3}
 
 
 def test_messages_of_libraries_are_logged_without_arguments(logs):
-    logging.getLogger("redis").warning("lost %s, attempt %d", "localhost:6379", 2)
+    logging.getLogger("redis").warning("lost %s, attempt %d", SECRET, 2)
     logging.getLogger("redis").debug("unseen")
-    warnings.warn("old", stacklevel=1)
-    first, second = logs()
-    assert (first["event"], first["level"], first["logger"]) == ("lost %s, attempt %d", "warning", "redis")
-    assert (second["logger"], second["event"].endswith(": UserWarning")) == ("py.warnings", True)
+    warnings.warn(SECRET, stacklevel=1)
+    logging.getLogger("library").error(f"it failed\nprompt: {SECRET}")
+    patterns = {"redis": "lost %s, attempt %d", "py.warnings": ".*: UserWarning", "library": r"message at .*\.py:\d+"}
+    for line, (logger, event) in zip(logs(), patterns.items(), strict=True):
+        assert line["logger"] == logger
+        assert re.fullmatch(event, line["event"])
 
 
-def test_debug_level_applies_to_own_loggers_only(logs):
-    configure_logs("json", "debug", stream := io.StringIO())
-    structlog.get_logger("drafter_service.x").debug("seen")
-    logging.getLogger("ssd.corpus.corpus").debug("seen %s", "too")
-    logging.getLogger("numba").debug("not seen")
-    assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["seen", "seen too"]
-    configure_logs("json", "error", stream := io.StringIO())
-    structlog.get_logger("drafter_service.x").warning("not seen")
-    assert not stream.getvalue()
+def test_levels_apply_to_own_loggers_only(logs):
+    for level, expected in (("debug", ["seen", "seen too"]), ("error", [])):
+        configure_logs("json", level, stream := io.StringIO())
+        own.debug("seen")
+        logging.getLogger("ssd.corpus.corpus").debug("seen %s", "too")
+        logging.getLogger("numba").debug("not seen")
+        assert [line["event"] for line in lines_of(stream)] == expected
 
 
-def test_console_format_has_one_line_per_event_without_locals(logs):
-    configure_logs("console", "info", stream := io.StringIO())
-    prompt = SECRET
-    try:
-        raise KeyError(prompt)
-    except KeyError:
-        structlog.get_logger("drafter_service.x").exception("failed", namespace="main")
-    (line,) = stream.getvalue().splitlines()
-    assert "failed" in line
-    assert "KeyError" in line
-    assert "namespace=main" in line
+@pytest.mark.parametrize("style", ["json", "console"])
+def test_an_event_is_one_line_that_cannot_be_forged(logs, style):
+    configure_logs(style, "info", stream := io.StringIO())
+    forged = "engine\n2026-01-01 [error] gone\x1b[2J"
+    own.info(f"hello {forged}", namespace=forged)
+    logging.getLogger("ssd.x").error("hello %s", forged)
+    own.error("failed", exc_info=raised(KeyError(SECRET)), streams=3)
+    *forgeries, line = stream.getvalue().splitlines()
+    assert len(forgeries) == 2
+    assert "\x1b[2J" not in stream.getvalue()
+    assert all(part in line for part in ("failed", "KeyError", "streams", "3"))
     assert "Holmes" not in line
 
 
 def test_exceptions_are_logged_by_type_and_location(logs):
+    own.error("failed", exc_info=raised(KeyError(SECRET)))
+    logging.getLogger("grpc").error(f"it said {SECRET!r}", exc_info=raised(UserError(SECRET)))
+    own.error("not saved", exc_info=raised(OSError(28, "No space left", SECRET)))
     try:
-        raise KeyError(SECRET) from ValueError(SECRET)
+        raise KeyError(SECRET)
     except KeyError:
-        structlog.get_logger("drafter_service.x").exception("failed")
         logging.getLogger("grpc").exception("handler failed")
-        logging.getLogger("grpc").error(f"it said {SECRET!r}", exc_info=True)
-    for line in logs():
-        assert line["raised"] == "KeyError"
-        assert line["raised_at"].startswith("test_logs.py:")
+    assert [line["raised"] for line in logs()] == ["KeyError", "UserError", "OSError: No space left", "KeyError"]
+    assert all(line["raised_at"].startswith("test_logs.py:") for line in logs())
     assert "Holmes" not in json.dumps(logs())
-
-
-def test_errors_of_the_system_keep_their_reason(logs):
-    structlog.get_logger("drafter_service.x").error("stopped", exc_info=raised(UserError(SECRET)))
-    structlog.get_logger("drafter_service.x").error("not saved", exc_info=raised(OSError(28, "No space left", SECRET)))
-    assert [line["raised"] for line in logs()] == ["UserError", "OSError: No space left"]
-
-
-@pytest.mark.parametrize("style", ["json", "console"])
-def test_lines_cannot_be_forged(logs, style):
-    configure_logs(style, "info", stream := io.StringIO())
-    forged = "engine\n2026-01-01 [error] gone\x1b[2J"
-    structlog.get_logger("drafter_service.x").info(f"hello {forged}", namespace=forged)
-    logging.getLogger("ssd.x").error("hello %s", forged)
-    assert len(stream.getvalue().splitlines()) == 2
-    assert "\x1b[2J" not in stream.getvalue()
-
-
-def test_a_library_message_that_was_formatted_is_its_place(logs):
-    logging.getLogger("library").error(f"it failed\nprompt: {SECRET}")
-    assert re.fullmatch(r"message at test_logs\.py:\d+", logs()[0]["event"])
 
 
 def test_asyncio_messages_contain_no_values(logs):
@@ -171,24 +150,25 @@ def test_grpc_messages_contain_no_values(logs):
     assert "Holmes" not in json.dumps(lines)
 
 
-def test_exceptions_in_threads_are_logged(logs):
-    def die():
-        raise ValueError(SECRET)
-
-    thread = threading.Thread(target=die)
-    thread.start()
-    thread.join()
-    (line,) = logs()
-    assert (line["event"], line["raised"]) == ("uncaught exception", "ValueError")
-    assert "Holmes" not in json.dumps(line)
+UNCAUGHT = f"""
+import threading
+from drafter_service.observability.logs import configure_logs
+def die():
+    raise ValueError({SECRET!r})
+configure_logs("json")
+thread = threading.Thread(target=die)
+thread.start()
+thread.join()
+die()
+"""
 
 
 def test_uncaught_exceptions_are_logged_to_stderr():
-    configure = "from drafter_service.observability.logs import configure_logs; configure_logs('json')"
-    program = f"{configure}; raise ValueError({SECRET!r})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, done.stdout, json.loads(line)["raised"]) == (1, "", "ValueError")
+    done = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert (done.returncode, done.stdout) == (1, "")
+    assert [(line["event"], line["raised"]) for line in lines] == [("uncaught exception", "ValueError")] * 2
+    assert "Holmes" not in done.stderr
 
 
 def test_no_text_of_callers_reaches_the_log_of_the_service(socket_address):

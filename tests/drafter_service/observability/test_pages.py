@@ -1,9 +1,12 @@
-"""Scales, charts, tables and markup of pages."""
+"""Formatted numbers, scales, charts, tables and markup of pages."""
 
+import math
 import re
 from io import StringIO
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from drafter_service.observability.pages import charts, page, tables, units
@@ -11,8 +14,55 @@ from drafter_service.observability.pages.charts import Chart, Panel
 from drafter_service.observability.pages.tables import Value
 
 
-def percent(number):
-    return "unknown" if number is None else f"{number:.0%}"
+@pytest.mark.parametrize(
+    ("unit", "value", "written"),
+    [
+        (units.count, 0, "0"),
+        (units.count, 9_412, "9,412"),
+        (units.count, 12_345, "12.3k"),
+        (units.count, 999_999, "1.00M"),
+        (units.count, 4_560_000_000, "4.56G"),
+        (units.size, 812, "812 B"),
+        (units.size, 12.3 * 1024**2, "12.3 MiB"),
+        (units.share, 0.0, "0%"),
+        (units.share, 0.583, "58%"),
+        (units.share, 0.042, "4.2%"),
+        (units.share, 0.00001, "<0.01%"),
+        (units.share, 0.9999, "99.9%"),
+        (units.share, 1.0, "100%"),
+        (units.ratio, 2.414, "2.41"),
+        (units.ratio, 13.52, "13.5"),
+        (units.ratio, 3_104, "3,104"),
+        (units.duration, 0.00034, "340 µs"),
+        (units.duration, 0.0123, "12.3 ms"),
+        (units.duration, 0.9999, "1.00 s"),
+        (units.duration, 59, "59.0 s"),
+        (units.duration, 3_700, "61 min"),
+        (units.duration, 2 * 3600 + 60, "2 h 1 min"),
+        (units.duration, 3 * 86_400 + 4 * 3600, "3 d 4 h"),
+        (units.moment, 0, "1970-01-01 00:00 UTC"),
+        (units.moment, 1e300, units.UNKNOWN),
+    ],
+)
+def test_numbers_are_formatted(unit, value, written):
+    assert unit(value) == written
+
+
+@pytest.mark.parametrize("unit", [units.count, units.size, units.share, units.ratio, units.duration])
+@given(value=st.floats(0, 1e21))
+def test_formatted_numbers_are_short(unit, value):
+    assert 1 <= len(unit(value if unit is not units.share else math.fmod(value, 1.0))) <= 14
+    assert unit(None) == units.UNKNOWN
+
+
+def test_terminal_escapes_are_replaced():
+    assert units.printable("a\x1b[2Jb\nc\u202e") == "a\ufffd[2Jb\ufffdc\ufffd"
+    assert units.shortened("x" * 100, 10) == "x" * 9 + "…"
+
+
+def test_a_single_thing_is_not_plural():
+    written = [units.counted(number, "step") for number in (0, 1, 2, 12_345)]
+    assert written == ["0 steps", "1 step", "2 steps", "12.3k steps"]
 
 
 @pytest.mark.parametrize("largest", [1e-9, 0.3, 1.0, 2.0, 7.0, 10.0, 99.9, 1e6, 3e12])
@@ -22,11 +72,7 @@ def test_ticks_are_few_round_and_reach_the_largest_value(largest):
     assert marks[-1] == pytest.approx(largest) or marks[-2] < largest < marks[-1]
     assert 3 <= len(marks) <= charts.MAX_TICKS + 1
     assert f"{marks[1]:.0e}"[0] in "125"
-
-
-def test_ticks_without_values_and_of_counts():
-    assert charts.ticks(0.0) == [0.0, 1.0]
-    assert charts.ticks(1.0, min_step=1) == [0.0, 1.0]
+    assert charts.ticks(0.0) == charts.ticks(1.0, min_step=1) == [0.0, 1.0]
 
 
 def test_text_is_escaped():
@@ -40,8 +86,8 @@ def test_text_is_escaped():
 
 
 def test_numbers_keep_their_exact_value():
-    assert tables.cell_markup(Value(0.123456, percent)) == '<data value="0.123456">12%</data>'
-    assert tables.cell_markup(Value(None, percent)) == "unknown"
+    assert tables.cell_markup(Value(0.123456, units.share)) == '<data value="0.123456">12%</data>'
+    assert tables.cell_markup(Value(None, units.share)) == units.UNKNOWN
 
 
 def test_page_forbids_scripts_and_carries_its_style():

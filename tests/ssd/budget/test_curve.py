@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssd.budget import curve as measure
 from ssd.budget.cost_profile import CostProfile
-from ssd.budget.curve import ALL_STEPS, StepCurve, usual_knots
+from ssd.budget.curve import ALL_STEPS, MANY_SEQUENCES, StepCurve, measured_curve, usual_knots
 from ssd.budget.fit import SCALE, Fit, parts_of, record_step
 from ssd.budget.padding import Padding
 from ssd.budget.roofline import roofline
@@ -31,7 +32,7 @@ def ran(curve, seconds_of, sequences=1, steps=400, largest=512, seed=0, noise=0.
 
 def test_a_profile_is_interpolated_and_extrapolated():
     profile = CostProfile("some", "some", {1: {1: 10.0, 4: 13.0}, 9: {1: 18.0, 4: 29.0}})
-    curve = StepCurve.from_profile(profile)
+    curve = profile.curve()
     assert curve.seconds(np.array([1, 5, 9, 17]), 1) == pytest.approx([0.010, 0.014, 0.018, 0.026])
     assert curve.seconds(5, 4) == pytest.approx(0.021)
     assert curve.seconds(5, 2) == pytest.approx((0.014 * 2 + 0.021) / 3)
@@ -62,13 +63,50 @@ def test_knots_have_equal_ratios():
 
 
 def test_padding_is_part_of_the_duration():
-    curve = StepCurve.from_profile(CostProfile("a", "b", {1: {1: 1.0}, 100: {1: 100.0}}), Padding(sizes=(4, 16)))
+    curve = CostProfile("a", "b", {1: {1: 1.0}, 100: {1: 100.0}}).curve(Padding(sizes=(4, 16)))
     assert curve.seconds(np.array([1, 4, 5, 17]), 1) == pytest.approx([0.004, 0.004, 0.016, 0.017])
     assert curve.step_tokens(np.array([2, 0, 5]), other_tokens=3) == 13
     padded = StepCurve.constant(0.1, Padding(lengths=(0, 4)))
     assert padded.step_tokens(np.array([2, 0, 3]), other_tokens=3) == 18
     assert padded.step_tokens(np.array([0, 0, 0])) == 3
     assert padded.step_tokens(np.array([7])) == 8, "a length that the engine does not have"
+
+
+class Machine:
+    """A machine on which a step takes `seconds_of(tokens, sequences)`, and each third step a second more."""
+
+    def __init__(self, monkeypatch, seconds_of):
+        self.now, self.ran, self._seconds_of = 0.0, [], seconds_of
+        monkeypatch.setattr(measure, "perf_counter", lambda: self.now)
+
+    def run(self, tokens, sequences):
+        self.ran.append((tokens, sequences))
+        self.now += self._seconds_of(tokens * sequences, sequences) + (len(self.ran) % 3 == 0)
+
+
+def seconds_of(tokens, sequences):
+    return 0.01 + 0.001 * tokens + 0.002 * (sequences - 1)
+
+
+def test_disturbed_steps_do_not_count(monkeypatch):
+    machine = Machine(monkeypatch, seconds_of)
+    curve = measured_curve(machine.run, (1, 4))
+    assert curve.seconds(np.array([1, 2, 4]), 1) == pytest.approx([0.011, 0.012, 0.014])
+
+
+def test_the_time_per_sequence_is_measured_with_one_token_each(monkeypatch):
+    machine = Machine(monkeypatch, seconds_of)
+    curve = measured_curve(machine.run, (1, 16), sequences=64)
+    assert {(1, MANY_SEQUENCES)} == {each for each in machine.ran if each[1] > 1}
+    for sequences in (1, 2, 64):
+        assert float(curve.seconds(16, sequences)) == pytest.approx(seconds_of(16, sequences))
+
+
+def test_slow_machines_measure_two_sizes(monkeypatch):
+    machine = Machine(monkeypatch, lambda tokens, sequences: 10.0 * tokens)
+    curve = measured_curve(machine.run, (1, 2, 4, 8))
+    assert {tokens for tokens, _ in machine.ran} == {1, 2}
+    assert float(curve.seconds(8, 1)) == pytest.approx(80.0)
 
 
 # --- What they learn
@@ -78,17 +116,16 @@ def h100(tokens, sequences):
     return 0.005 + 0.0001 * max(0, tokens - 64) + 0.00001 * sequences
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("start", "tolerance"),
     [
         pytest.param(StepCurve.unknown, 0.15, id="unknown"),
-        pytest.param(lambda: StepCurve.from_profile(roofline("l4", "8b")), 0.4, id="other hardware"),
+        pytest.param(roofline("l4", "8b").curve, 0.4, id="other hardware"),
     ],
 )
-def test_the_curve_of_noisy_steps_is_learned(start, tolerance, seed):
+def test_the_curve_of_noisy_steps_is_learned(start, tolerance):
     curve = start()
-    ran(curve, h100, steps=1500, seed=seed, noise=0.1, outliers=0.01)
+    ran(curve, h100, steps=1500, noise=0.1, outliers=0.01)
     expected = np.array([h100(size, 1) for size in SIZES])
     assert curve.seconds(np.array(SIZES), 1) == pytest.approx(expected, rel=tolerance)
 
@@ -101,7 +138,7 @@ def test_the_curve_of_noisy_steps_is_learned(start, tolerance, seed):
     st.booleans(),
 )
 def test_larger_steps_never_take_less_time(steps, is_known):
-    curve = StepCurve.from_profile(roofline("h100", "8b")) if is_known else StepCurve.unknown()
+    curve = roofline("h100", "8b").curve() if is_known else StepCurve.unknown()
     for tokens, sequences, seconds in steps:
         curve.record(max(tokens, sequences), sequences, seconds)
     for sequences in (1, 7, 64):
@@ -228,7 +265,7 @@ def test_trials_of_sizes_that_are_not_worthwhile_take_less_than_a_hundredth_of_t
 
     curve = StepCurve.unknown()
     budget, spent, plain, rng = TokenBudget(curve), 0.0, 0.0, np.random.default_rng(0)
-    for _ in range(20_000):
+    for _ in range(8000):
         budget.prepare(8)
         [drafted] = budget.select(np.array([0.02] * 8, np.float32), np.array([0, 8]))
         tokens = 8 + int(drafted)

@@ -1,4 +1,4 @@
-"""The corpus under concurrent readers, its maintainer thread, and arguments that it refuses.
+"""The corpus under concurrent readers, its maintainer thread, its log of requests, and arguments that are refused.
 
 Corpora are tiny here and merged in tiny slices. tests.ssd.corpus.test_history compares whole histories with lists.
 """
@@ -14,6 +14,9 @@ import pytest
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.config import MAX_MATCH_DEPTH
 from ssd.corpus.corpus import MAINTAINER_NICENESS, Corpus
+from ssd.corpus.index import GAP_PART
+from ssd.corpus.requests import NO_NAME, RequestLog, hash_of
+from ssd.corpus.ring import MAX_CAPACITY, MAX_SLOTS, PAD, Ring, check_capacity
 from ssd.types import ROOT
 from tests import naive
 from tests.replay import progress_of
@@ -65,6 +68,36 @@ def test_a_request_that_is_merged_in_pieces_is_matched_across_the_cuts():
 def test_impossible_corpora_are_refused(made):
     with pytest.raises(ValueError, match="depth" if "depth" in made else "a corpus holds"):
         Corpus(**{"capacity": CAPACITY, "depth": DEPTH, **made})
+
+
+@pytest.mark.parametrize("capacity", [-1, 0, 2 * PAD - 1, 1 << 32])
+def test_impossible_rings_are_refused(capacity):
+    with pytest.raises(ValueError, match="a ring has"):
+        Ring(capacity)
+
+
+def test_the_ring_of_the_largest_corpus_has_no_more_slots_than_32_bits_count():
+    check_capacity(MAX_CAPACITY)
+    assert MAX_CAPACITY + MAX_CAPACITY // GAP_PART <= MAX_SLOTS < MAX_CAPACITY + MAX_CAPACITY // GAP_PART + 17
+    with pytest.raises(ValueError, match=f"{MAX_CAPACITY:,} tokens, not {MAX_SLOTS:,}"):
+        check_capacity(MAX_SLOTS)
+
+
+def test_request_ids_are_hashed():
+    assert hash_of(None) == NO_NAME
+    assert hash_of("a") == hash_of("a") != hash_of("b")
+    assert hash_of("") != NO_NAME
+    assert -(1 << 63) <= hash_of("ä\ud800") < 1 << 63
+
+
+@pytest.mark.parametrize("kept", [1, 700])
+def test_a_log_stays_small_when_it_drops_as_it_grows(kept):
+    log = RequestLog()
+    for number in range(20_000):
+        log.add(10 * number, number, float(number))
+        log.drop_before(10 * (number - kept))
+    assert log.rows["name"].tolist() == list(range(19_999 - kept, 20_000))
+    assert log.nbytes <= 4 * 24 * 1024
 
 
 @pytest.mark.parametrize(
@@ -171,13 +204,10 @@ def test_drafting_threads_precede_the_maintainer():
 
 
 def test_the_maintainer_finishes_a_merge_without_further_changes():
-    corpus, done = new_corpus(), threading.Event()
-    for request in some_requests(40, size=20):
-        corpus.append(request)
+    corpus, done, requests = new_corpus(), threading.Event(), iter(some_requests(40, size=20))
+    while not corpus.is_merging:
+        corpus.append(next(requests))
         corpus.refresh()
-        if corpus.is_merging:
-            break
-    assert corpus.is_merging
     corpus.times.on_refresh = lambda _: None if corpus.is_merging else done.set()
     corpus.maintain(0.001)
     corpus.append(array([1]))

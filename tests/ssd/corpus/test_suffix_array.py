@@ -1,5 +1,6 @@
 """Suffix arrays: sorting, splitting for threads, searching and merging, compared with slow references."""
 
+import os
 import threading
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ssd.corpus.processors import usable_processors
 from ssd.corpus.suffix_array import merge_some, sort_in_threads, split, usable_positions
 from tests import naive
 from tests.ssd.addresses import Text
@@ -120,3 +122,19 @@ def test_usable_positions_follow_a_token(slots, data):
     count = usable_positions(buffer.ctypes.data + 4, first, size, len(slots), positions.ctypes.data)
     expected = [(first + index) % len(slots) for index in range(size)]
     assert positions[:count].tolist() == [slot for slot in expected if slots[slot - 1] != naive.SEPARATOR]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system has no affinity")
+def test_only_processors_that_the_process_may_run_on_count():
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert usable_processors() == {min(before)}
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_all_processors_count_without_affinity(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert usable_processors() == {0, 1, 2}

@@ -2,7 +2,6 @@
 
 from typing import Annotated, NamedTuple
 
-import numba
 import numpy as np
 import pytest
 
@@ -12,6 +11,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.kernels.arrays import arrays_in, opener
 from ssd.kernels.budget import open_budget
 from ssd.kernels.cache import fingerprint
+from ssd.kernels.jit import outline
 from ssd.kernels.step import IS_TREE, MATCH_DEPTH, Model, StepFrame, open_frame
 from ssd.sequences.tables import Sequences
 from ssd.stats import Stats
@@ -30,7 +30,7 @@ def frame():
 @pytest.mark.parametrize(("make", "open_addresses"), [(frame, open_frame), (budget, open_budget)])
 def test_a_kernel_sees_the_arrays_of_their_owner(make, open_addresses):
     owner = make()
-    seen = numba.njit(lambda addresses: open_addresses(addresses))(owner.addresses)
+    seen = outline(lambda addresses: open_addresses(addresses))(owner.addresses)
     places = [[(each.ctypes.data, each.shape, each.dtype) for each in arrays_in(part)] for part in (seen, owner.arrays)]
     assert places[0] == places[1]
 

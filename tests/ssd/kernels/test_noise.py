@@ -1,12 +1,12 @@
 """Estimates given the target's noise, compared with slow references, and drafts for a target that samples with it."""
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.kernels.fallback import FoundFallbacks
+from ssd.kernels.jit import outline
 from ssd.kernels.noise import (
     LEAST_LEFT,
     MEAN_NOISE,
@@ -24,7 +24,7 @@ from tests.strategies import examples
 SEED, POSITION = 12, 34
 
 
-@numba.njit
+@outline
 def key_of(seed, position):
     """Return the key of a position: SplitMix64 twice."""
     key = np.uint64(seed)
@@ -36,7 +36,7 @@ def key_of(seed, position):
     return key
 
 
-@numba.njit
+@outline
 def run(candidates, estimates, weights, token):
     """Estimate the candidates of a node, then learn from the target's token."""
     total = np.float32(0.0)
@@ -48,7 +48,7 @@ def run(candidates, estimates, weights, token):
     return total, estimated
 
 
-@numba.njit
+@outline
 def run_fallbacks(tokens, probs, left, weights):
     fallbacks_given_noise(FoundFallbacks(tokens, probs), len(tokens), np.float32(left), key_of(SEED, POSITION), weights)
 

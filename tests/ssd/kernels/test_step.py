@@ -45,22 +45,6 @@ def test_a_draft_does_not_depend_on_the_rest_of_the_batch(world, shape, random):
         assert together == [alone[sequence_id] for sequence_id in order]
 
 
-@given(batches(), SHAPES)
-@examples(60)
-def test_tokens_committed_in_many_steps_have_the_same_probabilities_as_a_prompt(world, shape):
-    requests, sequences = world
-    with drafter_of(requests, draft_shape=shape) as by_steps, drafter_of(requests, draft_shape=shape) as at_once:
-        for sequence_id, (prompt, produced) in enumerate(sequences):
-            by_steps.start(sequence_id, array(prompt))
-            for token in produced:
-                by_steps.draft(progress_of({sequence_id: [token]}, limit=0))
-            at_once.start(sequence_id, array([*prompt, *produced]))
-        # Candidates of equal probability are ordered as they are found, so their tokens may differ.
-        everyone = progress_of(dict.fromkeys(range(len(sequences)), ()), limit=1)
-        one, other = (contents(drafter.draft(everyone)) for drafter in (by_steps, at_once))
-        assert [probs for _, _, probs, _ in one] == [probs for _, _, probs, _ in other]
-
-
 def test_room_is_made_for_a_step_that_commits_many_tokens():
     # Each token is so rare that all of its occurrences are sampled, for any order of equal keys.
     texts = [np.random.default_rng(seed).integers(0, 500, 5000).astype(np.uint32) for seed in range(3)]

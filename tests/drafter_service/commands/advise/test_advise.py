@@ -22,7 +22,7 @@ from tests.drafter_service.commands.advise.logs import random_requests, repeated
 from tests.drafter_service.ingest.loads import model_folder
 from tests.replay import recording_of
 
-CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n} for n in (1, 10_000)})
+CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 4: 100.0 + 0.1 * n} for n in (1, 10_000)})
 
 
 def advice_of(recording, concurrency=1, profile=CHEAP, sampled=None):
@@ -40,28 +40,25 @@ def few_requests():
     return recording_of(repeated_requests(4, 20))
 
 
-def test_repeated_outputs_pay():
-    advice = advice_of(recording_of(repeated_requests()))
+def test_repeated_outputs_pay(monkeypatch):
+    recording = recording_of(repeated_requests())
+    advice = advice_of(recording)
     assert advice.verdict.startswith("Drafting is worthwhile")
     assert advice.best.speedup > 2
     assert advice.growth[0][1] < 2 < advice.growth[-1][1]
     assert sum(group.share for group in advice.sizes) == pytest.approx(1)
     assert advice.other_users is None
+    assert [size.name for size in advice.sizes] == ["60 output tokens"]
     assert "not reliable, because the log has only 2,400 output tokens; give a log with at least" in advice.verdict
-
-
-def test_verdicts_on_enough_text_have_no_caveat(monkeypatch):
-    recording = few_requests()
-    for most, is_reliable in ((80, True), (81, False)):
-        monkeypatch.setattr("drafter_service.commands.advise.advice.MIN_RELIABLE_TOKENS", most)
-        assert ("not reliable" not in advice_of(recording).verdict) == is_reliable
+    monkeypatch.setattr("drafter_service.commands.advise.advice.MIN_RELIABLE_TOKENS", 2400)
+    assert "not reliable" not in advice_of(recording, sampled=few_requests()).verdict
 
 
 def test_the_headline_is_for_paths_where_trees_would_gain_more():
     """Each word of an output is followed by one of two, which a path cannot both draft."""
     rng = np.random.default_rng(0)
     requests = []
-    for _ in range(40):
+    for _ in range(30):
         words, last = [], 0
         for _ in range(20):
             last = 1 + (2 * last + int(rng.integers(2))) % 30
@@ -77,10 +74,13 @@ def test_the_headline_is_for_paths_where_trees_would_gain_more():
 
 
 def test_random_outputs_do_not_pay():
-    advice = advice_of(recording_of(random_requests()), sampled=recording_of(random_requests(4, 20)))
+    requests = [(prompt, output[: 10 * (1 + number % 3)]) for number, (prompt, output) in enumerate(random_requests())]
+    advice = advice_of(recording_of(requests), sampled=few_requests())
     assert advice.verdict.startswith("Drafting is not worthwhile")
     assert advice.best.counts.tokens_per_step == pytest.approx(1, abs=0.02)
     assert advice.kept == [], "without sources there is no capacity curve"
+    assert sum(group.requests for group in advice.sizes) == len(requests)
+    assert [group.name for group in advice.sizes] == ["10 output tokens", "20 output tokens", "30 output tokens"]
 
 
 def test_text_of_other_users_is_told_apart():
@@ -144,15 +144,6 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     assert max(len(line) for line in result.stdout.splitlines() if not line.startswith("vLLM 0.33")) <= 80
 
 
-def test_files_that_cannot_be_written_are_refused_before_the_log_is_read(tmp_path):
-    (tmp_path / "empty.jsonl").touch()
-    page = tmp_path / "a.html"
-    for out, settings in ((page, tmp_path / "no" / "a.toml"), (tmp_path / "no" / "a.html", tmp_path / "a.toml")):
-        result = run("--from", tmp_path / "empty.jsonl", "--out", out, "--write-config", settings)
-        assert "cannot write" in result.output
-    assert not page.exists()
-
-
 def test_tokens_of_the_log_are_in_no_file_with_a_name(tmp_path, profile, monkeypatch):
     folder, seen = tmp_path / "temporary", []
     folder.mkdir()
@@ -177,6 +168,11 @@ def test_an_interruption_writes_nothing(tmp_path, profile, monkeypatch):
     result = run("--from", log, "--cost-profile", profile, "--out", page)
     assert (result.exit_code, page.exists()) == (2, False)
     assert "interrupted; nothing was written" in result.output
+    # Before the log is read.
+    for out, settings in ((page, tmp_path / "no" / "a.toml"), (tmp_path / "no" / "a.html", tmp_path / "a.toml")):
+        result = run("--from", log, "--out", out, "--write-config", settings)
+        assert "cannot write" in result.output
+    assert not page.exists()
 
 
 def test_no_text_appears_in_the_page(tmp_path, profile):
@@ -195,22 +191,22 @@ def test_no_text_appears_in_the_page(tmp_path, profile):
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("name", "content", "expected"),
     [
-        ("", "no request with an output"),
-        ('{"prompt": "a"}\n', "log.jsonl:1"),
-        ("INFO 11-22 Received request cmpl-1: prompt: 'a', params: SamplingParams()\n" * 3, "no outputs"),
+        ("a.jsonl", "", "no request with an output"),
+        ("a.jsonl", '{"prompt": "a"}\n', "a.jsonl:1"),
+        ("a.log", "INFO 11-22 Received request cmpl-1: prompt: 'a', params: SamplingParams()\n" * 3, "no outputs"),
     ],
 )
-def test_logs_without_outputs_are_refused_with_the_formats_that_work(tmp_path, content, expected):
-    log = tmp_path / "log.jsonl"
-    if content.startswith("INFO"):
-        log = tmp_path / "vllm.log"
+def test_logs_without_outputs_are_refused_with_the_formats_that_work(tmp_path, profile, name, content, expected):
+    log = tmp_path / name
     log.write_text(content)
     result = run("--from", log, "--out", tmp_path / "a.html")
     assert result.exit_code == 2
     assert expected in result.stderr
     assert "prompt_token_ids" in result.stderr
+    result = run("--from", log, "--cost-profile", profile, "--gpu", "h100")
+    assert "either --cost-profile or --gpu" in result.stderr
 
 
 def test_odd_logs_are_described(tmp_path, profile, monkeypatch):
@@ -227,11 +223,6 @@ def test_odd_logs_are_described(tmp_path, profile, monkeypatch):
         assert words in " ".join(result.output.split())
 
 
-def test_a_profile_and_a_gpu_cannot_both_be_given(tmp_path, profile):
-    result = run("--from", tmp_path, "--cost-profile", profile, "--gpu", "h100")
-    assert "either --cost-profile or --gpu" in result.stderr
-
-
 def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated():
     profile = CostProfile("test", "tiny", {1: {1: 100.0}, 64: {1: 110.0, 4: 120.0}})
     recording = few_requests()
@@ -239,12 +230,3 @@ def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated():
         advice = advice_of(recording, concurrency, profile)
         assert {one.trial.concurrency for one in advice.speedups} == {1, 4, concurrency}
         assert any("extrapolated" in note for note in advice.notes) == is_extrapolated
-
-
-def test_outputs_of_equal_length_are_one_group():
-    [size] = advice_of(few_requests()).sizes
-    assert size.name == "20 output tokens"
-    requests = [(prompt, output[: 10 * (1 + number % 3)]) for number, (prompt, output) in enumerate(random_requests())]
-    sizes = advice_of(recording_of(requests), sampled=few_requests()).sizes
-    assert sum(group.requests for group in sizes) == len(requests)
-    assert [group.name for group in sizes] == ["10 output tokens", "20 output tokens", "30 output tokens"]

@@ -1,28 +1,35 @@
-"""Durations that trials count: those of steps, of drafting, of the host and of prompts."""
+"""Durations that trials count (of steps, of drafting, of the host, of prompts), and where accepted drafts came from."""
 
 import itertools
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.commands.advise import trials
 from drafter_service.commands.advise.trials import (
+    EVERY,
     PAGE_SIZE,
+    Tracer,
     Trial,
     curve_at,
     host_ms,
     run_trial,
     uncached_prompt_tokens,
 )
-from ssd.budget.curve import StepCurve
+from ssd import Corpus
 from ssd.budget.roofline import roofline
+from ssd.replay import Step
+from ssd.types import DraftBatch, Path, Source
 from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests
 from tests.replay import recording_of
+from tests.strategies import array
 
 PROFILE = roofline("h100", "8b")
 TRIAL = Trial("ssd", "path", 8, 2, 20_000)
+OUTPUT = list(range(20, 40))
 
 
 def speedup(recording, profile, trial):
@@ -47,7 +54,7 @@ def test_a_step_with_drafts_includes_the_wait_for_the_host(monkeypatch):
 
 
 def test_a_partly_occupied_step_counts_as_its_share_of_a_full_one():
-    full, shared = StepCurve.from_profile(PROFILE), curve_at(PROFILE, 64)
+    full, shared = PROFILE.curve(), curve_at(PROFILE, 64)
     for sequences in (1, 16, 64):
         expected = sequences / 64 * (full.seconds(4 * 64, 64) + host_ms(64) / 1e3)
         assert shared.seconds(4 * sequences, sequences) == pytest.approx(expected)
@@ -83,3 +90,32 @@ def test_uncached_prompt_tokens_equal_the_slow_twin(requests, has_times):
     columns = {"began_s": range(len(requests), 0, -1)} if has_times else {}
     in_order = requests[::-1] if has_times else requests
     assert uncached_prompt_tokens(recording_of(requests, **columns)) == slow_uncached(in_order)
+
+
+def test_drafts_from_running_requests_are_left_out():
+    recording = recording_of([([1], OUTPUT)] * 2)
+    corpus = Corpus(20_000)
+    tracer = Tracer(recording, corpus)
+
+    def observe(request, draft, source=Source.CORPUS):
+        """Record a step that accepts a draft."""
+        step = Step(recording, np.zeros((4, 2), np.int64), max_draft=len(draft))
+        step.add(request)
+        step.verify(DraftBatch.from_paths([Path(array(draft), np.ones(len(draft), np.float32), source)]))
+        tracer.observe(step)
+
+    def trace(source):
+        """Record as many steps of the second request as are needed for one draft to be traced."""
+        for _ in range(EVERY):
+            observe(1, OUTPUT[:4], source)
+
+    trace(Source.CORPUS)
+    assert tracer.origins == []
+    trace(Source.LOCAL)
+    assert [origin.source for origin in tracer.origins] == [-1]
+    observe(0, OUTPUT)
+    tracer.remember(array([1, *OUTPUT]), None, 0)
+    corpus.refresh()
+    assert tracer._ends == [corpus.indexed]
+    trace(Source.CORPUS)
+    assert [(origin.source, origin.accepted) for origin in tracer.origins] == [(-1, 4), (0, 4)]

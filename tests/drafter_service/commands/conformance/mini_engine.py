@@ -27,6 +27,8 @@ class MiniEngine:
 
     protocol = 3
     engine = "mini:1"
+    most_drafted = LENGTH
+    """Maximum length of a draft that is asked for."""
     steps_after_late = 2
     """Number of steps without a draft before the next batch, after a late answer."""
 
@@ -118,9 +120,8 @@ class MiniEngine:
                 extra = max(0, extra - 1)
                 continue
             said = self.counts(last, verified, steps)
-            progress = Progress.of_one(
-                self.last_id, array(unsent), verified=said[0], steps=said[1], max_draft=length - len(output) - 1
-            )
+            limit = min(self.most_drafted, length - len(output) - 1)
+            progress = Progress.of_one(self.last_id, array(unsent), verified=said[0], steps=said[1], max_draft=limit)
             progress.step_times, times = [time for time in times if time is not None], []
             response = self.send(batch=batch_message(progress))
             if response is None:
@@ -131,11 +132,9 @@ class MiniEngine:
                 unsent = self.after_error(unsent)
                 steps = steps if unsent else 0
             else:
-                drafts = drafts_in(response.drafts, 1).tokens.tolist()
-                unsent, verified, steps = [], 0, 0
-                draft = drafts
+                draft, unsent, verified, steps = drafts_in(response.drafts, 1).tokens.tolist(), [], 0, 0
                 if self.stream.is_late:
-                    draft, extra = self.dropped(drafts), self.steps_after_late - 1
+                    draft, extra = self.dropped(draft), self.steps_after_late - 1
                 if response.lost_ids:
                     self.again(prompt, output)
         if self.finishes():

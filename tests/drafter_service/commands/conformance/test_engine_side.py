@@ -17,23 +17,37 @@ def failures(checker=None, **wrong):
     return engine.run_all()
 
 
+def counting(report):
+    """Return the fault that verified tokens and steps are counted as `report(draft, verified, steps)`."""
+    return {"counts": lambda _, *known: report(*known)}
+
+
+def timing(*report, sequences=lambda _tokens: 1):
+    """Return the fault that steps take these times."""
+    return {"time_of": lambda _, tokens: StepTime(tokens, sequences(tokens), *report)}
+
+
+def halved(_, draft):
+    return draft[:2]
+
+
 def test_a_correct_engine_passes():
     engine = MiniEngine(EngineChecker())
     assert engine.run_all() == {}
     assert engine.checker.is_complete
 
 
-def test_an_engine_that_verifies_a_part_of_each_draft_passes():
-    assert failures(cut=lambda _, draft: draft[:2]) == {}
-
-
-def test_durations_of_steps_are_optional():
-    engine = type("SilentEngine", (MiniEngine,), {"time_of": lambda *_: None})(EngineChecker())
-    assert engine.run_all() == {}
-
-
-def test_an_engine_that_waits_for_late_answers_passes():
-    assert failures(dropped=lambda _, drafts: drafts, steps_after_late=1) == {}
+@pytest.mark.parametrize(
+    "different",
+    [
+        {"cut": halved},
+        {"dropped": lambda _, drafts: drafts, "steps_after_late": 1},
+        {"time_of": lambda *_: None},
+    ],
+    ids=["verifies a part of each draft", "waits for late answers", "sends no durations"],
+)
+def test_correct_engines_may_differ(different):
+    assert failures(**different) == {}
 
 
 def keep_late_draft(engine, drafts):
@@ -47,37 +61,29 @@ def replace_by_late_draft(engine, draft):
 
 
 def test_an_overlapped_engine_may_commit_tokens_of_other_drafts():
-    wrong = {"counts": lambda _, draft, verified, steps: (0, steps)}
+    wrong = counting(lambda _draft, _verified, steps: (0, steps))
     assert failures(EngineChecker(is_overlapped=True), **wrong) == {"counts": None, "drafts used": None}
-    wrong = {"counts": lambda _, draft, verified, steps: (verified, steps + 9)}
+    wrong = counting(lambda _, verified, steps: (verified, steps + 9))
     assert "a step makes one token" in failures(EngineChecker(is_overlapped=True), **wrong)["counts"]
 
 
 FAULTS = {
     "never finishes": ("finishes", {"finishes": lambda _: False}, "was never finished"),
     "counts the whole draft as verified": (
-        "counts",
-        {"cut": lambda _, draft: draft[:2], "counts": lambda _, draft, verified, steps: (len(draft), steps)},
-        "verified=4",
+        "counts", {"cut": halved, **counting(lambda draft, _, steps: (len(draft), steps))}, "verified=4",
     ),
     "counts no token as verified": (
-        "counts",
-        {"counts": lambda _, draft, verified, steps: (0, steps)},
-        "committed 5 tokens in steps=1 with verified=0",
+        "counts", counting(lambda *known: (0, known[2])), "committed 5 tokens in steps=1 with verified=0",
     ),
     "counts more than was drafted": (
-        "counts",
-        {"counts": lambda _, draft, verified, steps: (verified + 1, steps)},
-        "verified 1 tokens of a draft of 0",
+        "counts", counting(lambda _, verified, steps: (verified + 1, steps)), "verified 1 tokens of a draft of 0",
     ),
     "counts one step for all": (
-        "late answer",
-        {"counts": lambda _, draft, verified, steps: (verified, 1)},
-        "committed 2 tokens in steps=1 with verified=0",
+        "late answer", counting(lambda *known: (known[1], 1)), "committed 2 tokens in steps=1 with verified=0",
     ),
     "counts the draft of a late answer": (
         "late answer",
-        {"counts": lambda _, draft, verified, steps: (4 if steps == 2 and not verified else verified, steps)},
+        counting(lambda _, verified, steps: (4 if steps == 2 and not verified else verified, steps)),
         "verified=4",
     ),
     "verifies a late draft one step too late": (
@@ -86,14 +92,10 @@ FAULTS = {
         "which makes 2 tokens",
     ),
     "text that shrinks when a sequence is lost": (
-        "lost sequence",
-        {"committed": lambda _, output: output[:3]},
-        "a start has all committed tokens",
+        "lost sequence", {"committed": lambda _, output: output[:3]}, "a start has all committed tokens",
     ),
     "other tokens when a sequence is lost": (
-        "broken stream",
-        {"committed": lambda _, output: [5, *output[1:]]},
-        "of which the first 0 are the same",
+        "broken stream", {"committed": lambda _, output: [5, *output[1:]]}, "of which the first 0 are the same",
     ),
     "forgets lost sequences": ("lost sequence", {"starts_again": lambda _: False}, "and started again with 0"),
     "loses the tokens of refused requests": ("error", {"after_error": lambda _, unsent: []}, "which makes 2 tokens"),
@@ -103,29 +105,17 @@ FAULTS = {
         "another one than in the run of the same prompt without drafts",
     ),
     "tokens outside of the vocabulary": ("requests", {"target": lambda _, text: 100}, "the vocabulary has 100 tokens"),
-    "durations of 0": (
-        "step times",
-        {"time_of": lambda _, tokens: StepTime(tokens, 1, 0.0)},
-        "seconds=0.0",
-    ),
-    "negative times of drafting": (
-        "step times",
-        {"time_of": lambda _, tokens: StepTime(tokens, 1, 0.1, -0.1)},
-        "drafting_s=-0.1",
-    ),
+    "durations of 0": ("step times", timing(0.0), "seconds=0.0"),
+    "negative times of drafting": ("step times", timing(0.1, -0.1), "drafting_s=-0.1"),
     "steps with more sequences than tokens": (
-        "step times",
-        {"time_of": lambda _, tokens: StepTime(tokens, tokens + 1, 0.1)},
-        "each sequence has a token",
+        "step times", timing(0.1, sequences=lambda tokens: tokens + 1), "each sequence has a token",
     ),
     "steps without their draft tokens": (
-        "step times",
-        {"time_of": lambda _, tokens: StepTime(1, 1, 0.1)},
-        "the last step ran 1 tokens; the sequences of its batch had",
+        "step times", {"time_of": lambda _, tokens: StepTime(1, 1, 0.1)}, "the last step ran 1 tokens",
     ),
     "an invalid name": ("requests", {"engine": "a b"}, "hello.engine 'a b' is not a name of an engine"),
     "another protocol": ("hello", {"protocol": 2}, "hello.protocol is 2; this command tests protocol 3"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("check", "wrong", "sentence"), FAULTS.values(), ids=FAULTS)
@@ -136,6 +126,12 @@ def test_a_fault_is_found(check, wrong, sentence):
 
 def test_an_engine_that_uses_no_drafts_does_not_pass():
     assert "drafts used" in failures(cut=lambda _, draft: [])
+
+
+def test_outputs_of_an_engine_that_asks_for_no_drafts_are_not_tested():
+    found = failures(most_drafted=0)
+    assert (found["output"], found["drafts used"]) == (None, None)
+    assert "finishes" not in found
 
 
 def test_too_few_runs_are_not_enough():
@@ -166,12 +162,9 @@ def test_a_stream_without_hello_is_found():
     assert "no hello" in engine.checker.checks.failures["hello"]
 
 
-def test_a_second_hello_is_found(engine):
+def test_a_second_hello_or_start_is_found(engine):
     engine.send(hello=pb.Hello(protocol=3, client="x"))
     assert "other than the first" in engine.checker.checks.failures["hello"]
-
-
-def test_a_second_start_is_found(engine):
     engine.start(PROMPT)
     engine.last_id -= 1
     engine.start(PROMPT)

@@ -63,27 +63,27 @@ def always_learning(request):
         finish.learn = True
 
 
+def later_parents(response):
+    response.drafts.parents = b"\1\0\0\0" * (len(response.drafts.parents) // 4)
+
+
+def changed_hello(field, value):
+    return lambda request: request.HasField("hello") and setattr(request.hello, field, value)
+
+
 FAULTS = {
     "another version": ("receive", lambda one: setattr(one.welcome, "protocol", 4), "welcome"),
     "drafts that are too long": ("receive", doubled, "limits"),
     "no drafts": ("receive", without_drafts, "drafts"),
     "no hints": ("send", lambda one: [start.ClearField("hints") for start in one.starts], "hints"),
-    "parents after their children": (
-        "receive",
-        lambda one: setattr(one.drafts, "parents", b"\1\0\0\0" * (len(one.drafts.parents) // 4)),
-        "drafts",
-    ),
+    "parents after their children": ("receive", later_parents, "drafts"),
     "numbers of other requests": ("receive", lambda one: setattr(one, "step", one.step // 2), "order"),
     "no errors": ("receive", without_error, "invalid requests"),
     "errors without a sentence": ("receive", lambda one: one.error.ClearField("message"), "invalid requests"),
     "no lost sequences": ("receive", lambda one: one.ClearField("lost_ids"), "unknown sequences"),
     "private text that is learned": ("send", always_learning, "learning"),
-    "any engine name": (
-        "send",
-        lambda one: one.HasField("hello") and setattr(one.hello, "engine", ""),
-        "refused hello",
-    ),
-    "any version": ("send", lambda one: one.HasField("hello") and setattr(one.hello, "protocol", 3), "refused hello"),
+    "any engine name": ("send", changed_hello("engine", ""), "refused hello"),
+    "any version": ("send", changed_hello("protocol", 3), "refused hello"),
 }
 
 

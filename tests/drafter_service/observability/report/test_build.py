@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.facts import (
-    BOUNDS_S,
-    Engine,
-    History,
-    Latency,
-    Sample,
-)
+from drafter_service.observability.facts import BOUNDS_S, Engine, History, Sample
 from drafter_service.observability.report.build import MAX_PERIODS, build_report
 from drafter_service.observability.report.schema import ClientTotals, Report, SharedLogReport
 from ssd.stats import Stats, VersionTotals
@@ -26,6 +20,7 @@ from tests.drafter_service.observability.report.samples import (
     NOW,
     busy_namespace,
     corpus_of,
+    durations,
     engine_use,
     new_namespace,
     service,
@@ -52,18 +47,34 @@ def counted(steps=(0, 0, 0), **tables):
     return stats
 
 
+def history_of(*samples):
+    history = History()
+    for sample in samples:
+        history.record(sample)
+    return history
+
+
 def at(time, steps=0, committed=0, hits=0, drafted=0, accepted=0, corpus=0, appended=0, timeouts=0):
     return Sample(time, steps, committed, hits, drafted, accepted, corpus, appended, 1000, timeouts)
+
+
+def fields(part, names):
+    """Return fields of a part of a report; names: separated by spaces."""
+    return tuple(getattr(part, name) for name in names.split())
+
+
+STEPS = "tokens_per_step acceptance steps committed drafted accepted"
 
 
 def test_engines_are_told_apart():
     vllm = engine_use(2, 100, 250, engine_steps=40, late_steps=3, offered=300)
     vllm.stats.counters.by_source[0] = 200, 150
     first, second = only(uses={Engine("a", ""): engine_use(1), Engine("vllm/1", "node:1"): vllm}).by_client
-    assert (first.client, first.engine, first.streams, first.tokens_per_step) == ("vllm/1", "node:1", 2, 2.5)
-    assert (first.offered, first.drafted, first.accepted, first.acceptance) == (300, 200, 150, 0.75)
-    assert (first.engine_steps, first.late_steps, first.late_share) == (40, 3, 0.075)
-    assert (second.client, second.engine, second.tokens_per_step, second.late_share) == ("a", "", None, None)
+    names = "client engine streams offered engine_steps late_steps late_share"
+    assert fields(first, names) == ("vllm/1", "node:1", 2, 300, 40, 3, 0.075)
+    assert fields(first, STEPS) == (2.5, 0.75, 100, 250, 200, 150)
+    assert fields(second, names) == ("a", "", 1, 0, 0, 0, None)
+    assert second.tokens_per_step is None
 
 
 def test_versions_are_told_apart():
@@ -71,35 +82,25 @@ def test_versions_are_told_apart():
     stats.record_version(4, VersionTotals(2, 100, 250, 200, 150, ended_at=1.0))
     stats.record_version(3, VersionTotals(1, 2, 2, ended_at=2.0))
     third, fourth = only(stats=stats).by_version
-    assert (third.version, third.requests, third.tokens_per_step, third.acceptance) == (3, 1, 1.0, None)
-    assert (fourth.version, fourth.requests, fourth.steps, fourth.committed) == (4, 2, 100, 250)
-    assert (fourth.drafted, fourth.accepted, fourth.tokens_per_step, fourth.acceptance) == (200, 150, 2.5, 0.75)
+    assert fields(third, "version requests " + STEPS) == (3, 1, 1.0, None, 2, 2, 0, 0)
+    assert fields(fourth, "version requests " + STEPS) == (4, 2, 2.5, 0.75, 100, 250, 200, 150)
     assert only().by_version is None
 
 
-def test_ratios_follow_from_totals():
+def test_ratios_follow_from_totals_and_are_null_without_any():
     drafting = only(
         stats=counted((100, 240, 80), by_source={Source.CORPUS: (150, 110), Source.LOCAL: (50, 30)})
     ).drafting
-    assert (drafting.steps, drafting.committed, drafting.drafted, drafting.accepted) == (100, 240, 200, 140)
-    assert drafting.hit_rate == 0.8
-    assert drafting.acceptance == 0.7
-    assert drafting.tokens_per_step == 2.4
-    assert drafting.drafted_per_step == 2.0
+    assert fields(drafting, STEPS) == (2.4, 0.7, 100, 240, 200, 140)
+    ratios = "hit_rate drafted_per_step saved_share break_even_cost"
+    assert fields(drafting, ratios) == (0.8, 2.0, pytest.approx(140 / 240), pytest.approx(0.7))
     assert drafting.saved_steps == 140
-    assert drafting.saved_share == pytest.approx(140 / 240)
-    assert drafting.break_even_cost == pytest.approx(0.7)
     # At the break-even cost the speed-up is 1.
     assert drafting.tokens_per_step / (1 + drafting.break_even_cost * drafting.drafted_per_step) == pytest.approx(1.0)
-
-
-def test_ratios_of_a_new_service_are_null():
-    report = report_of()
-    assert report.namespaces == []
-    drafting = only().drafting
-    assert drafting.steps == drafting.saved_steps == 0
-    for field in ("hit_rate", "acceptance", "tokens_per_step", "saved_share", "break_even_cost"):
-        assert getattr(drafting, field) is None
+    assert report_of().namespaces == []
+    new = only().drafting
+    assert new.steps == new.saved_steps == 0
+    assert {*fields(new, f"acceptance tokens_per_step {ratios}")} == {None}
 
 
 def test_tables_contain_the_counters():
@@ -113,48 +114,40 @@ def test_tables_contain_the_counters():
     known = only(stats=stats)
     assert [(one.position, one.drafted, one.acceptance) for one in known.by_position] == [(1, 8, 0.75), (2, 2, 0.5)]
     assert [one.accepted_share_of_drafts for one in known.by_position] == [0.75, 0.125]
-    assert [(one.source, one.drafted, one.accepted) for one in known.by_source] == [
-        ("corpus", 0, 0),
-        ("local", 10, 7),
-        ("fallback", 0, 0),
-    ]
+    by_source = [fields(one, "source drafted accepted") for one in known.by_source]
+    assert by_source == [("corpus", 0, 0), ("local", 10, 7), ("fallback", 0, 0)]
     spans = [(one.least_tokens, one.most_tokens) for one in known.age.bins]
     assert spans[:6] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
     assert spans[-1] == (1 << 38, None)
     # The 4th of 7 accepted tokens is 8 to 15 tokens old.
     assert known.age.median_tokens == 15
     low, high = known.calibration.bins
-    assert (low.least_path_prob, low.most_path_prob, low.drafted, low.predicted, low.acceptance) == (
-        0.0,
-        0.05,
-        4,
-        0.025,
-        0.25,
-    )
+    assert fields(low, "least_path_prob most_path_prob drafted predicted acceptance") == (0.0, 0.05, 4, 0.025, 0.25)
     assert (high.least_path_prob, high.acceptance) == (0.95, 1.0)
     assert known.calibration.error == pytest.approx((0.9 + 0.1) / 10)
 
 
 def test_periods_are_differences_of_samples():
-    history = History()
-    history.record(at(NOW - 30, steps=10, committed=10))
-    history.record(
-        at(NOW - 20, steps=30, committed=50, hits=10, drafted=40, accepted=20, corpus=500, appended=700, timeouts=2)
+    totals = {"steps": 30, "committed": 50, "hits": 10, "drafted": 40, "accepted": 20, "corpus": 500, "appended": 700}
+    samples = (
+        at(NOW - 30, steps=10, committed=10),
+        at(NOW - 20, **totals, timeouts=2),
+        at(NOW - 10, **totals, timeouts=2),
     )
-    history.record(
-        at(NOW - 10, steps=30, committed=50, hits=10, drafted=40, accepted=20, corpus=500, appended=700, timeouts=2)
-    )
-    stats = counted((40, 90, 18), by_source={0: (60, 50)})
-    corpus = corpus_of(1000, 600, 3, 900)
-    known = only(history=history, stats=stats, corpus=corpus, clients=ClientTotals(timeouts=3), memory_bytes=7)
-    busy, quiet, now = known.over_time
-    assert (busy.begins_at, busy.ends_at) == (NOW - 30, NOW - 20)
-    assert (busy.steps, busy.committed, busy.hit_rate, busy.acceptance, busy.tokens_per_step) == (20, 40, 0.5, 0.5, 2.0)
-    assert (busy.timeouts, busy.learned_tokens, busy.corpus_tokens) == (2, 700, 500)
-    assert (quiet.steps, quiet.tokens_per_step, quiet.hit_rate, quiet.acceptance) == (0, None, None, None)
+    busy, quiet, now = only(
+        history=history_of(*samples),
+        stats=counted((40, 90, 18), by_source={0: (60, 50)}),
+        corpus=corpus_of(1000, 600, 3, 900),
+        clients=ClientTotals(timeouts=3),
+        memory_bytes=7,
+    ).over_time
+    names = "begins_at ends_at hits timeouts learned_tokens corpus_tokens memory_bytes"
+    assert fields(busy, names) == (NOW - 30, NOW - 20, 10, 2, 700, 500, 1000)
+    assert fields(busy, STEPS) == (2.0, 0.5, 20, 40, 40, 20)
+    assert fields(quiet, f"hit_rate {STEPS}") == (None, None, None, 0, 0, 0, 0)
     # The last period ends with the current totals.
-    assert (now.ends_at, now.steps, now.committed, now.drafted, now.accepted) == (NOW, 10, 40, 20, 30)
-    assert (now.timeouts, now.learned_tokens, now.corpus_tokens, now.memory_bytes) == (1, 200, 600, 7)
+    assert fields(now, names) == (NOW - 10, NOW, 8, 1, 200, 600, 7)
+    assert fields(now, "steps committed drafted accepted") == (10, 40, 20, 30)
 
 
 def test_many_samples_become_few_periods_with_the_same_sums():
@@ -170,56 +163,39 @@ def test_many_samples_become_few_periods_with_the_same_sums():
 
 
 def test_recent_is_the_last_hour():
-    history = History()
-    history.record(at(NOW - 3 * HOUR))
-    history.record(at(NOW - HOUR, steps=100, committed=100, appended=1000))
-    history.record(at(NOW - HOUR / 2, steps=101, committed=105, appended=1000))
-    known = only(
-        history=history,
-        stats=counted((110, 136, 5)),
-        corpus=corpus_of(72_000, 600, 3, 8200),
+    samples = (
+        at(NOW - 3 * HOUR),
+        at(NOW - HOUR, steps=100, committed=100, appended=1000),
+        at(NOW - HOUR / 2, steps=101, committed=105, appended=1000),
     )
-    assert known.recent.seconds == HOUR
-    assert known.recent.drafting.steps == 10
-    assert known.recent.drafting.tokens_per_step == 3.6
-    assert known.recent.output_tokens_per_s == pytest.approx(0.01)
-    assert known.recent.learned_tokens_per_s == pytest.approx(2.0)
-    assert known.corpus.turnover_s == pytest.approx(36_000)
-    assert known.corpus.turnovers == pytest.approx(8200 / 72_000)
-    assert known.corpus.occupancy == pytest.approx(600 / 72_000)
+    stats, corpus = counted((110, 136, 5)), corpus_of(72_000, 600, 3, 8200)
+    known = only(history=history_of(*samples), stats=stats, corpus=corpus)
+    recent = known.recent
+    assert (recent.seconds, recent.drafting.steps, recent.drafting.tokens_per_step) == (HOUR, 10, 3.6)
+    assert fields(recent, "output_tokens_per_s learned_tokens_per_s") == (pytest.approx(0.01), pytest.approx(2.0))
+    expected = (36_000, 8200 / 72_000, 600 / 72_000)
+    assert fields(known.corpus, "turnover_s turnovers occupancy") == pytest.approx(expected)
 
 
-def test_reset_counters_make_no_negative_periods():
-    history = History()
-    history.record(at(NOW - 20, steps=1000, committed=3000, hits=900, drafted=5000, accepted=2000))
-    known = only(history=history, stats=counted((5, 6, 1)))
-    assert (known.over_time[0].steps, known.over_time[0].committed, known.over_time[0].tokens_per_step) == (0, 0, None)
-
-
-def test_a_clock_that_was_set_back_removes_only_the_periods():
-    history = History()
-    history.record(at(NOW - 20, steps=1))
-    known = report_of(new_namespace(history=history, stats=counted((5, 10, 1))), now=-5.0).namespaces[0]
-    assert known.drafting.tokens_per_step == 2
-    assert known.over_time == []
+def test_counters_and_clocks_that_were_set_back_make_no_negative_periods():
+    history = history_of(at(NOW - 20, steps=1000, committed=3000, hits=900, drafted=5000, accepted=2000))
+    stats = counted((5, 10, 1))
+    [period] = only(history=history, stats=stats).over_time
+    assert fields(period, "tokens_per_step steps committed drafted") == (None, 0, 0, 0)
+    known = report_of(new_namespace(history=history, stats=stats), now=-5.0).namespaces[0]
+    assert (known.drafting.tokens_per_step, known.over_time) == (2, [])
 
 
 def test_latencies_have_quantiles_and_bins():
-    latency = Latency()
-    for _ in range(99):
-        latency.record(0.001)
-    latency.record(0.5)
-    known = only(draft_latency=latency).draft_latency
+    known = only(draft_latency=durations(*[0.001] * 99, 0.5)).draft_latency
     bound = next(bound for bound in BOUNDS_S if bound >= 0.001)
-    assert (known.count, known.longest_s) == (100, 0.5)
-    assert known.p50_s == known.p90_s == known.p99_s == bound
-    assert known.mean_s == pytest.approx((99 * 0.001 + 0.5) / 100)
-    assert known.bins[0].count == 99
+    mean = pytest.approx((99 * 0.001 + 0.5) / 100)
+    assert fields(known, "count longest_s mean_s p50_s p90_s p99_s") == (100, 0.5, mean, bound, bound, bound)
+    assert [one.count for one in known.bins if one.count] == [99, 1]
     assert known.bins[0].least_s < 0.001 <= known.bins[0].most_s == bound
     assert known.bins[-1].count == 1
-    assert sum(one.count for one in known.bins) == 100
     unknown = only().draft_latency
-    assert (unknown.count, unknown.p50_s, unknown.longest_s, unknown.bins) == (0, None, None, [])
+    assert fields(unknown, "count p50_s longest_s bins") == (0, None, None, [])
 
 
 def test_total_sums_all_namespaces():
@@ -228,8 +204,7 @@ def test_total_sums_all_namespaces():
         new_namespace("a", stats=counted((30, 120, 15), by_source={0: (70, 35)})),
     )
     assert [namespace.name for namespace in report.namespaces] == ["a", "b"]
-    assert (report.total.steps, report.total.committed, report.total.tokens_per_step) == (40, 140, 3.5)
-    assert (report.total.hit_rate, report.total.acceptance) == (0.5, 0.5)
+    assert fields(report.total, f"hit_rate {STEPS}") == (0.5, 3.5, 0.5, 40, 140, 80, 40)
 
 
 def test_report_contains_the_other_facts():
@@ -238,9 +213,8 @@ def test_report_contains_the_other_facts():
     known = report.namespaces[0]
     assert report.service.uptime_s == 36 * HOUR
     assert report.service.log.dropped_tokens == 9
-    assert known.model.vocab_size == 128_256
-    assert (known.streams, known.sequences, known.duplicates) == (4, 212, 31)
-    assert known.clients == facts.namespaces[0].clients
+    assert (known.model.vocab_size, known.clients) == (128_256, facts.namespaces[0].clients)
+    assert fields(known, "streams sequences duplicates") == (4, 212, 31)
 
 
 counts = st.one_of(st.integers(0, 9), st.integers(0, 2**62))
@@ -260,18 +234,12 @@ def any_stats(draw):
 
 @st.composite
 def any_namespace(draw):
-    history = History()
-    for sample in draw(st.lists(st.builds(Sample, odd_floats, *[counts] * 9), max_size=6)):
-        history.record(sample)
-    latency = Latency()
-    for seconds in draw(st.lists(st.floats(0, 1e6), max_size=5)):
-        latency.record(seconds)
     return new_namespace(
         draw(st.text()),
         stats=draw(any_stats()),
-        history=history,
+        history=history_of(*draw(st.lists(st.builds(Sample, odd_floats, *[counts] * 9), max_size=6))),
         corpus=corpus_of(*[draw(counts) for _ in range(4)]),
-        draft_latency=latency,
+        draft_latency=durations(*draw(st.lists(st.floats(0, 1e6), max_size=5))),
     )
 
 

@@ -3,9 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from drafter_service.observability.report.schema import SCHEMA_VERSION, Report, schema_json
+from drafter_service.observability.report.schema import SCHEMA_VERSION, schema_json
 
 SHIPPED = Path(__file__).parents[4] / "docs" / "report.schema.json"
 
@@ -31,20 +29,12 @@ def descriptions():
     }
 
 
-def test_every_field_has_a_description():
+def test_every_field_has_a_description_with_its_unit():
     assert len(descriptions()) > 100
+    assert json.loads(schema_json())["properties"]["schema_version"]["const"] == SCHEMA_VERSION
     assert [field for field, words in descriptions().items() if len(words) < 5] == []
-
-
-def test_durations_sizes_and_counts_have_units():
     units = {"_s": "second", "_bytes": "in bytes", "_at": "seconds since 1970", "tokens": "token"}
     for field, words in descriptions().items():
         for ending, unit in units.items():
             if field.endswith(ending):
                 assert unit in words.lower(), field
-
-
-def test_other_versions_are_refused():
-    assert json.loads(schema_json())["properties"]["schema_version"]["const"] == SCHEMA_VERSION
-    with pytest.raises(ValueError, match="schema_version"):
-        Report.model_validate({"schema_version": SCHEMA_VERSION + 1})

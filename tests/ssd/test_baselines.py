@@ -1,16 +1,17 @@
-"""The baseline drafter: its drafts compared with a slow reference, and the corpus that it shares."""
+"""The baseline drafters: prompt lookup, and the one over a corpus, compared with slow references."""
 
 import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ssd import ClassicDrafter, Corpus, DrafterConfig, SuffixDrafter, snapshot
+from ssd.baselines.ngram import look_up
 from tests import naive
 from tests.replay import progress_of
-from tests.strategies import array, corpus_and_context
+from tests.strategies import array, corpus_and_context, tokens
 
 CONFIG = DrafterConfig(capacity=10_000)
 TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
@@ -89,3 +90,11 @@ def test_no_more_context_is_matched_than_the_corpus_has_in_its_keys():
         corpus.append(array(request))
     corpus.refresh()
     assert draft_after(ClassicDrafter(corpus=corpus), [9, 1, 2]).tokens.tolist() == [6]
+
+
+@given(tokens(max_size=30), st.integers(0, 8))
+@example([], 4)
+@example([7] * 20, 8)
+@example([1, 2, 1, 2], 8)
+def test_look_up_is_prompt_lookup(text, limit):
+    assert look_up(array(text), limit).tokens.tolist() == naive.ngram_draft(text, limit)
