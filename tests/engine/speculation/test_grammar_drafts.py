@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
+from engine.drafters.registry import SNAPSHOT_PATH, build_drafter, configure
 from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt
 from engine.engine import Engine, build_engine
@@ -26,15 +26,15 @@ from ssd.errors import UserError
 from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.curves import line
 from tests.engine.conftest import VOCAB
-from tests.engine.drafters.kinds import EMBEDDED
 from tests.engine.integrity import check_integrity
 from tests.engine.sampling.test_grammar_state import GRAMMARS, SCHEMA, walk
 from tests.engine.steps import counted_plan
-from tests.engine.trees import RandomTrees, random_tree
+from tests.engine.trees import RandomTrees, batch_of_trees, random_tree
 from tests.strategies import array
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=100, max_draft=6, kv_memory_mib=16)
-EVERY_KIND = [*(kind for kind in EMBEDDED if kind != "none"), *(kind for kind in KINDS if KINDS[kind].runs_model)]
+DRAFTERS = ["ssd", "mtp", "rest", "medusa", "lookahead", "draft-model", "recycle", "self-int8"]
+"""With paths and trees in turn. The others draft like one of these."""
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_random_drafts_do_not_change_outputs(model, compiler, plain, shape):
     assert sum(each.steps for each in completions) < 0.8 * sum(each.steps for each in plain)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [*zip(EVERY_KIND, cycle(["path", "tree"]), strict=False)])
+@pytest.mark.parametrize(("kind", "shape"), [*zip(DRAFTERS, cycle(["path", "tree"]), strict=False)])
 def test_no_drafter_changes_outputs(model, model_folder, draft_folders, corpus_file, compiler, plain, kind, shape):
     config = replace(CONFIG, draft_shape=shape)
     settings = DrafterConfig(draft_shape=shape, max_draft=6, capacity=20_000)
@@ -163,21 +163,23 @@ def test_drafts_are_cut_and_extended(compiler, seed):
     room = int(rng.integers(1, 9))
     tokens, parents = random_tree(rng, right[start:], room, VOCAB)
     probs = rng.random(len(tokens)).astype(np.float32)
-    own = (array(tokens), np.array(parents, np.int32), probs, np.zeros(len(tokens), np.uint8))
+    own = replace(batch_of_trees([(tokens, parents)]), accept_prob=probs)
     found = follow_grammar(state, own, room)
-    assert [column.dtype for column in found] == [column.dtype for column in own]
-    assert len(found[0]) <= room
+    assert {name: column.dtype for name, column in vars(found).items() if name != "pause_steps"} == {
+        name: column.dtype for name, column in vars(own).items() if name != "pause_steps"
+    }
+    assert len(found.tokens) == found.offsets[-1] <= room
     by_path = {path: node for node, path in enumerate(paths_of(tokens, parents))}
-    paths = paths_of(*(column.tolist() for column in found[:2]))
+    paths = paths_of(found.tokens.tolist(), found.parents.tolist())
     assert len(set(paths)) == len(paths)
-    for path, prob, source in zip(paths, found[2].tolist(), found[3].tolist(), strict=True):
+    for path, prob, source in zip(paths, found.accept_prob.tolist(), found.source.tolist(), strict=True):
         before = state.copy()
         assert all(before.accept(token) for token in path[:-1])
         allowed = np.flatnonzero(before.allowed()).tolist()
         assert path[-1] in allowed
         assert (len(allowed) == 1) == (source == DraftSource.GRAMMAR)
         assert prob == (1.0 if len(allowed) == 1 else probs[by_path[path]])
-    likely = path_prob(found[2], found[1], np.array([0, len(paths)]))
+    likely = path_prob(found.accept_prob, found.parents, found.offsets)
     assert (np.diff(likely) <= 1e-12).all()
     if len(paths) < room:
         # Nothing is left out: every token of the draft that is allowed, and what is forced after each.
