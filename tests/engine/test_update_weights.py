@@ -25,10 +25,8 @@ from tests.engine.integrity import check_integrity
 from tests.engine.test_core import outputs, requests
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6, kv_memory_mib=4)
-KINDS = [
-    "none", "ssd", "lookahead", "recycle", "self-int8", "draft-model", "mtp", "eagle", "medusa", "ssd+mtp+self-int8",
-]  # fmt: skip
-GREEDY, SAMPLED = requests(6), requests(6, temperature=1.0)
+KINDS = ["ssd", "recycle", "self-int8", "draft-model", "mtp", "medusa", "ssd+mtp+self-int8", "none"]
+GREEDY, SAMPLED = requests(6, max_tokens=24), requests(6, temperature=1.0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +62,7 @@ def expected(model_folder, new_folder):
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "in_flight"),
-    [*((kind, number % 2) for number, kind in enumerate(KINDS)), ("none", 1)],
-)
+@pytest.mark.parametrize(("kind", "in_flight"), [(kind, number % 2) for number, kind in enumerate(KINDS)])
 def test_outputs_are_those_of_an_engine_built_with_the_new_weights(
     model_folder, draft_folders, new, expected, kind, in_flight
 ):
@@ -89,7 +84,7 @@ def test_drafts_of_an_int8_copy_follow_the_weights(model_folder, new_folder):
         with closing(engine_of(folder, "self-int8")) as engine:
             engine.update_weights(new_folder)
             accepted.append(sum(each.accepted for each in engine.generate(GREEDY)))
-    assert accepted[0] == accepted[1] > 100
+    assert accepted[0] == accepted[1] > 60
 
 
 def test_versions(model_folder, new):

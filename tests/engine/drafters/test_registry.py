@@ -16,7 +16,6 @@ from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.drafter_service.raw import eventually
-from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
 
 CONFIG = DrafterConfig(capacity=5000)
 
@@ -34,11 +33,6 @@ OWN = f"{__name__}:OwnDrafter"
 
 def test_every_kind_has_a_help_text():
     assert all(f"{name}: {kind.help}" in describe_kinds() for name, kind in KINDS.items())
-
-
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_every_kind_can_be_built(name, corpus_file):
-    build_drafter(name, config_of(name, corpus_file), target_of()).close()
 
 
 def test_the_engine_does_not_wait_for_long_prompts_to_be_sorted():
