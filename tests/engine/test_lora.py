@@ -18,9 +18,9 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.integrity import check_integrity
 from tests.engine.lora_folders import merged_model, write_adapter
 from tests.engine.sampling.test_grammar_state import END, GRAMMARS
+from tests.engine.test_core import outputs
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
 ADAPTERS = {
@@ -84,13 +84,6 @@ def new_engine(folder, *, drafter="none", config=CONFIG, grammars=None, **settin
     built = build_drafter(drafter, DrafterConfig(), target, adapters=folders, **settings)
     pool = AdapterPool(model, check_adapters(folders, model.config))
     return build_engine(model, config, built, adapters=pool, drafters=drafter.split("+"), grammars=grammars)
-
-
-def outputs(engine, submitted):
-    """Outputs of all requests run together, with integrity checked after every step."""
-    completions = engine.generate(submitted, observe=lambda _: check_integrity(engine.scheduler))
-    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
-    return [completion.tokens.tolist() for completion in completions]
 
 
 @pytest.mark.parametrize("drafter", ["none", "ssd", "recycle", "lookahead", "self-int8", "mtp", "ssd+mtp"])

@@ -99,12 +99,6 @@ def test_drafts_are_shorter_at_the_end_of_the_context_window(model, shape):
     assert [each.drafted > 0 for each in completions] == [False, False, True, True, True]
 
 
-def test_a_copy_of_the_target_is_always_accepted(model):
-    """With the target's noise and keys, every draft token of a path equals the target's token."""
-    _, completions = run(model, CONFIG, requests(0.8), new_drafter("self", model, CONFIG))
-    assert sum(each.accepted for each in completions) > 0.95 * sum(each.drafted for each in completions)
-
-
 def test_slots_of_accepted_draft_tokens_are_not_computed_again(model, monkeypatch):
     """A draft model runs each committed token once if its drafts are accepted, except the last one of a draft."""
     ran, write = [], SlotWriter._write
