@@ -139,19 +139,25 @@ def total(completions, name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "temperature", "in_flight"),
-    [("mtp", 0.0, 0), ("draft-model", 0.0, 1), *((kind, COUPLED, 0) for kind in KINDS)],
+    ("kind", "depth", "temperature", "in_flight"),
+    [
+        ("mtp", DEPTH, 0.0, 0),
+        ("draft-model", DEPTH, 0.0, 1),
+        *((kind, DEPTH, COUPLED, 0) for kind in KINDS),
+        ("mtp", 1, COUPLED, 1),  # The step has one further layer and no further pass.
+    ],
 )
-def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, temperature, in_flight):
+def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, depth, temperature, in_flight):
     recorder = Recorder(monkeypatch)
-    submitted = requests(temperature)
-    engine, head = engine_of(model, kind, in_flight)
-    completions = engine.generate(submitted)
+    engine, head = engine_of(model, kind, in_flight, depth=depth)
+    completions = engine.generate(requests(temperature))
     check_integrity(engine.scheduler)
     assert tokens_of(completions) == plain(temperature)
     assert any(each.cached_tokens for each in completions)
-    assert total(completions, "accepted") > (50 if temperature == COUPLED else -1)
-    assert sum(each.by_source["draft-model"].drafted for each in completions) == total(completions, "drafted") > 90
+    assert total(completions, "accepted") > (40 if temperature == COUPLED else -1)
+    drafted = sum(each.by_source["draft-model"].drafted for each in completions)
+    assert drafted == total(completions, "drafted") > 22 * depth
+    assert {len(draft) for _, draft, _ in recorder.drafts} == set(range(1, depth + 1))
     assert recorder.are_right(head, model)
 
 
@@ -174,19 +180,6 @@ def test_a_drafter_in_the_targets_cache_drafts_on_the_host(model, plain):
     completions = engine.generate(requests(0.8))
     assert tokens_of(completions) == plain(0.8)
     assert total(completions, "accepted") > 0.9 * total(completions, "drafted") > 50
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_short_drafts(model, plain, monkeypatch, depth):
-    """With a depth of 1 the step has one further layer and no further pass."""
-    recorder = Recorder(monkeypatch)
-    submitted = requests(COUPLED)
-    engine, head = engine_of(model, "mtp", 1, depth=depth)
-    completions = engine.generate(submitted)
-    assert tokens_of(completions) == plain(COUPLED)
-    assert total(completions, "accepted") > 0.8 * total(completions, "drafted") > 40
-    assert {len(draft) for _, draft, _ in recorder.drafts} == set(range(1, depth + 1))
-    assert recorder.are_right(head, model)
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [("mtp", 0.8), ("eagle3", COUPLED), ("draft-model", 0.8)])
