@@ -18,6 +18,7 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import RequestTable
 from tests.engine.steps import plan_of_rows
 from tests.engine.trees import batch_of_trees, random_tree
+from tests.replay import branches
 from tests.strategies import array
 
 WIDTH = 7
@@ -136,8 +137,5 @@ def continues(prediction, output, path):
 @given(letters, letters, st.lists(st.integers(0, 2), max_size=6), st.data())
 def test_draft_tokens_continue_a_prediction_if_their_path_does(prediction, output, draft, data):
     parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(draft))]
-    paths = []
-    for node, parent in enumerate(parents):
-        paths.append([*(paths[parent] if parent >= 0 else []), draft[node]])
     found = is_predicted(array(prediction), array(output), array(draft), np.array(parents, np.int32))
-    assert found.tolist() == [continues(prediction, output, path) for path in paths]
+    assert found.tolist() == [continues(prediction, output, path) for path in branches(draft, parents)]

@@ -35,6 +35,7 @@ from tests.engine.integrity import check_integrity
 from tests.engine.sampling.test_grammar_state import END, GRAMMARS, SCHEMA, walk
 from tests.engine.steps import counted_plan
 from tests.engine.trees import RandomTrees, batch_of_trees, random_tree
+from tests.replay import branches
 from tests.strategies import array
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=100, max_draft=6, kv_memory_mib=16)
@@ -175,8 +176,8 @@ def test_drafts_are_cut_and_extended(compiler, seed):
         name: column.dtype for name, column in vars(own).items() if name != "pause_steps"
     }
     assert len(found.tokens) == found.offsets[-1] <= room
-    by_path = {path: node for node, path in enumerate(paths_of(tokens, parents))}
-    paths = paths_of(found.tokens.tolist(), found.parents.tolist())
+    by_path = {path: node for node, path in enumerate(map(tuple, branches(tokens, parents)))}
+    paths = [*map(tuple, branches(found.tokens.tolist(), found.parents.tolist()))]
     assert len(set(paths)) == len(paths)
     for path, prob, source in zip(paths, found.accept_prob.tolist(), found.source.tolist(), strict=True):
         before = state.copy()
@@ -202,14 +203,6 @@ def test_drafts_are_cut_and_extended(compiler, seed):
 def is_possible(state, token):
     """Advance a state if its mask allows the token; return whether it does."""
     return bool(state.allowed()[token]) and state.accept(token)
-
-
-def paths_of(tokens, parents):
-    """The tokens from the root to each node of a tree."""
-    paths = []
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
 
 
 def test_the_budget_knows_that_forced_tokens_are_accepted():
