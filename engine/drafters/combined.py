@@ -32,7 +32,7 @@ from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from ssd.corpus.corpus import Corpus
 from ssd.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
-from ssd.types import ROOT, DraftBatch
+from ssd.types import ROOT, DraftBatch, offsets_of
 
 ROOM = 96
 """Largest number of nodes of a merged tree, of which the likeliest are drafted."""
@@ -275,10 +275,17 @@ def joint_needs(needs: SequenceOf[TargetOutputs]) -> TargetOutputs:
 
 def joint_drafts(merged: SequenceOf[Merged]) -> DraftBatch:
     """Return the ranked nodes of each tree as drafts."""
-    parts = []
+    parents, probs = [], []
     for one in merged:
+        place = np.full(one.tree.size + 1, ROOT)
+        place[one.ranked] = np.arange(len(one.ranked))
+        parents.append(place[one.tree.parents[one.ranked]])
         assert one.found is not None
-        lengths = np.array([len(one.ranked)])
-        tree = one.tree.tokens, one.tree.parents, one.found.accept_prob, one.sources
-        parts.append(DraftBatch.of_nodes(*tree, one.ranked, lengths))
-    return DraftBatch.concatenate(parts)
+        probs.append(one.found.accept_prob[one.ranked])
+    return DraftBatch(
+        np.concatenate([one.tree.tokens[one.ranked] for one in merged]).astype(np.uint32),
+        np.concatenate(parents).astype(np.int32),
+        np.concatenate(probs).astype(np.float32),
+        np.concatenate([one.sources[one.ranked] for one in merged]).astype(np.uint8),
+        offsets_of(np.array([len(one.ranked) for one in merged])),
+    )
