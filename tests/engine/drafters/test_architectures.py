@@ -37,7 +37,7 @@ CASES = [
     )
 ]
 """Each drafter with a mixture of experts and with latent attention, with paths in one case and trees in the other."""
-REQUESTS = requests(5, max_tokens=24)
+REQUESTS = requests(4, max_tokens=20)
 
 
 @pytest.fixture(scope="module")

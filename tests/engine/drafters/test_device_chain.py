@@ -235,9 +235,15 @@ def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, mo
 
 
 @pytest.mark.parametrize(
-    ("drafts", "fault"), [(True, None), (False, None), (False, SlotWriter.fill), (False, SlotWriter._mark_pages)]
+    ("kind", "drafts", "fault"),
+    [
+        ("mtp", True, None),
+        ("mtp", False, None),
+        ("draft-model", False, None),
+        ("mtp", False, SlotWriter.fill),
+        ("draft-model", False, SlotWriter._mark_pages),
+    ],
 )
-@pytest.mark.parametrize("kind", ["mtp", "draft-model"])
 def test_pages_that_steps_filled_can_be_shared(model, monkeypatch, kind, drafts, fault):
     """A prompt that begins with an earlier output finds its pages; its first slot needs the state that was kept.
 
@@ -293,7 +299,7 @@ def test_with_a_step_in_flight_the_next_is_launched_before_it_is_read(model):
     assert events[:5] == ["launch", "launch", "read", "launch", "read"]
 
 
-@pytest.mark.parametrize(("kind", "depth"), [("mtp", 1), *((kind, DEPTH) for kind in KINDS)])
+@pytest.mark.parametrize(("kind", "depth"), [("mtp", 1), ("eagle3", DEPTH), ("draft-model", DEPTH)])
 def test_a_step_reads_no_values(model_folder, kind, depth):
     """A step with its drafting runs on tensors without values, so nothing of it waits for the device."""
     model = load_model(model_folder).to("meta")

@@ -73,7 +73,7 @@ class WithExtraRows(Drafter):
 def test_random_workloads_with_extra_rows():
     """The cache of the chain model depends on every slot, so a misplaced or attended extra row changes outputs."""
     seen = Counter()
-    for seed in range(16):
+    for seed in range(12):
         shape, has_backoff = "tree" if seed % 2 else "path", seed % 4 > 1
         workload = Workload(300 + seed, shape, has_backoff, wrap=partial(WithExtraRows, expect=chain_token))
         workload.run(40)

@@ -96,7 +96,7 @@ def test_outputs_have_the_targets_distribution(target, folders, kind):
     """Requests of both modes run in the same batches, one half of the tokens with paths and the other with trees."""
     outputs = []
     for seed, shape in ((0, "path"), (10_000, "tree")):
-        submitted = sampled_requests(2500, "exact", seed) + sampled_requests(2500, "rejection", seed + 5000)
+        submitted = sampled_requests(1500, "exact", seed) + sampled_requests(1500, "rejection", seed + 5000)
         outputs += run(target, folders, kind, shape, submitted)
     assert fits(target, outputs)
 

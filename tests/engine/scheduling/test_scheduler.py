@@ -12,7 +12,7 @@ from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine
 from tests.engine.workload import Workload
 from tests.strategies import assert_covered, examples
 
-WORKLOADS = examples(20).max_examples
+WORKLOADS = examples(14).max_examples
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,15 @@ def test_a_shared_prefix_is_computed_once():
     assert sum(computed) == 40 + 5 * (3 + 1)
     again = engine.generate(submitted)
     assert [completion.cached_tokens for completion in again] == [40] * 5
+
+
+def test_the_last_page_of_a_cached_prompt_is_computed_again():
+    engine = engine_of()
+    request = Request(text(5 * PAGE_SIZE), SamplingParams(max_tokens=3))
+    [first] = engine.generate([request])
+    [second] = engine.generate([request])
+    assert second.cached_tokens == 4 * PAGE_SIZE
+    assert second.tokens.tolist() == first.tokens.tolist()
 
 
 def test_shared_pages_allow_more_running_sequences():
