@@ -127,6 +127,14 @@ def test_the_last_page_of_a_cached_prompt_is_computed_again():
     assert second.tokens.tolist() == first.tokens.tolist()
 
 
+@pytest.mark.parametrize(("settings", "salt"), [({}, "other"), ({"prefix_cache": False}, "")])
+def test_nothing_is_shared_across_salts_or_without_the_cache(settings, salt):
+    engine = engine_of(**settings)
+    engine.generate([Request(text(20), SamplingParams(max_tokens=1))])
+    [completion] = engine.generate([Request(text(20), SamplingParams(max_tokens=1), salt=salt)])
+    assert completion.cached_tokens == 0
+
+
 def test_shared_pages_allow_more_running_sequences():
     """Eight prompts of ten pages run on 24 pages: with the prefix cached, each only needs one or two own pages."""
     engine = engine_of(max_step_tokens=64)
@@ -138,6 +146,17 @@ def test_shared_pages_allow_more_running_sequences():
         observe=lambda _: running.append(len(engine.scheduler.running)),
     )
     assert max(running) >= 6
+
+
+def test_long_prompts_do_not_delay_decoding():
+    engine = engine_of(pages=200, max_sequences=4, max_step_tokens=8)
+    short = engine.add(Request(text(3), SamplingParams(max_tokens=12)))
+    engine.step()
+    for seed in range(3):
+        engine.add(Request(text(80, seed), SamplingParams(max_tokens=4)))
+    expected = answer(text(3), 12)
+    for _ in range(len(expected) - 1):
+        assert short in engine.step().tokens
 
 
 def test_requests_finish_in_about_the_order_of_arrival():
