@@ -59,8 +59,10 @@ class _Tree:
         """Return the `count` likeliest nodes as a draft."""
         # A child is at most as likely as its parent and was added later, so the stable order is right for both.
         ranked = np.argsort(-np.array(self.path_prob), kind="stable")[:count]
-        columns = self.tokens, np.array(self.parents, np.int64), self.accept_prob, self.sources
-        return DraftBatch.of_nodes(*map(np.asarray, columns), ranked, np.array([len(ranked)]))
+        return DraftBatch.of_nodes(
+            np.array(self.tokens), np.array(self.parents, np.int64), np.array(self.accept_prob),
+            np.array(self.sources), ranked, np.array([len(ranked)]),
+        )  # fmt: skip
 
 
 def follow_grammar(grammar: GrammarState, draft: DraftBatch, room: int) -> DraftBatch:

@@ -138,8 +138,8 @@ def test_requests_that_run_finish_with_the_old_weights(model_folder, draft_folde
     with closing(engine_of(model_folder, kind, draft_folders, config)) as engine:
         ids, tokens = begin(engine, 4)
         assert tokens
-        if kind == "none":  # A preempted request counts as begun.
-            engine.scheduler._preempt(engine.scheduler.running[-1])
+        for sequence in reversed(engine.scheduler.running if kind == "none" else []):
+            engine.scheduler._preempt(sequence)  # Preempted requests count as begun.
         engine.update_weights(new)
         assert engine.version == 1
         assert not engine.scheduler.running
