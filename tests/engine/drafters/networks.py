@@ -28,7 +28,7 @@ CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=13, page_si
 TOLERANCE = 2e-3
 
 
-def requests(temperature, count=6, *, is_plain=False):
+def requests(temperature, count=8, *, is_plain=False):
     """Prompts with shared prefixes, some longer than a chunk; unless `is_plain`, settings that change the
     distribution."""
     rng = np.random.default_rng(2)
