@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -29,10 +28,8 @@ from benchmarks.support.peers import PEERS, missing, peer_candidates
 from benchmarks.support.replaying import BY_VERSION, OWN_DRAFTERS, Candidate, best_rows, own_candidates, replay, row_of
 from drafter_service.observability.pages.tables import console_table
 from ssd.config import MAX_DRAFT, check_cost
-from ssd.replay import RecordedRequest, Recording
+from ssd.replay import Recording
 
-VOCABULARY, SOURCE_TOKENS, COPIES = 50_000, 4_000, 10
-"""Of a synthetic recording: token ids, tokens of a request's prompt, and requests."""
 PLAIN_WIDTH = 200
 """Width of the tables in characters if the output is not a terminal."""
 COLUMNS = (
@@ -46,11 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:
-        traces = [*map(Recording.load, options.trace), *map(copy_edit, options.synthetic)]
+        traces = [*map(Recording.load, options.trace)]
     except ValueError as error:
         parser.error(str(error))
-    if not traces:
-        parser.error("give --trace, --synthetic or both")
     if options.max_output_tokens is not None:
         traces = [trace.first(options.max_output_tokens) for trace in traces]
     if BY_VERSION in options.concurrency:
@@ -106,8 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = new_parser("replay", __doc__)
     add: Any = parser.add_argument
     names = (*OWN_DRAFTERS, *PEERS)
-    add("--trace", nargs="+", type=Path, default=[], metavar="PATH", help="recorded traffic, .npz")
-    add("--synthetic", nargs="+", type=synthetic, default=[], metavar="copy-edit:N", help="copies with edits")
+    add("--trace", nargs="+", type=Path, required=True, metavar="PATH", help="recorded traffic, .npz")
     add("--drafter", nargs="+", required=True, choices=names, metavar="NAME", help=", ".join(names))
     add("--k", type=list_of(draft_size), default=[32], help=f"most tokens in a draft, at most {MAX_DRAFT} (32)")
     add("--draft-shape", nargs="+", choices=("path", "tree"), default=["path", "tree"], help="of ssd's drafts (both)")
@@ -141,27 +135,6 @@ def share(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, up to 1") from None
     return cost
-
-
-def synthetic(text: str) -> int:
-    """Parse the name of a synthetic trace, and return after how many tokens one is edited."""
-    kind, _, every = text.partition(":")
-    if kind != "copy-edit":
-        raise argparse.ArgumentTypeError(f"{text!r} is not copy-edit:N")
-    return positive(every)
-
-
-def copy_edit(every: int) -> Recording:
-    """Return outputs that copy their random prompts, with every `every`-th token replaced."""
-    rng = np.random.default_rng(0)
-    requests = []
-    for session in range(COPIES):
-        source = rng.integers(0, VOCABULARY, SOURCE_TOKENS, np.uint32)
-        edited = source.copy()
-        # Adding 1 to VOCABULARY - 1 modulo the vocabulary gives any other token.
-        edited[every - 1 :: every] += rng.integers(1, VOCABULARY, len(edited[every - 1 :: every]), np.uint32)
-        requests.append(RecordedRequest(source, edited % VOCABULARY, session))
-    return Recording.of(requests, f"copy-edit-{every}")
 
 
 if __name__ == "__main__":

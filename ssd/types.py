@@ -241,6 +241,32 @@ class DraftBatch:
             offsets=offsets_of(np.concatenate(lengths)),
         )
 
+    @classmethod
+    def of_nodes(
+        cls,
+        tokens: np.ndarray,
+        parents: np.ndarray,
+        accept_prob: np.ndarray,
+        source: np.ndarray,
+        nodes: np.ndarray,
+        lengths: np.ndarray,
+    ) -> DraftBatch:
+        """Return drafts of chosen nodes of trees.
+
+        tokens, accept_prob, source: [N]. parents: int64 [N], indices of nodes, or `ROOT`. nodes: int64 [T], those of
+        each draft after those of the one before, parents before their children; the parent of a chosen node is chosen,
+        too. lengths: int64 [B], number of nodes of each draft.
+        """
+        place = np.full(len(tokens) + 1, ROOT)
+        place[nodes] = np.arange(len(nodes)) - (np.cumsum(lengths) - lengths).repeat(lengths)
+        return cls(
+            tokens=tokens[nodes].astype(np.uint32),
+            parents=place[parents[nodes]].astype(np.int32),  # `ROOT` refers to the last element.
+            accept_prob=accept_prob[nodes].astype(np.float32),
+            source=source[nodes].astype(np.uint8),
+            offsets=offsets_of(lengths),
+        )
+
     def scatter(self, indices: np.ndarray, count: int) -> DraftBatch:
         """Return a batch of `count` sequences: these drafts at ascending `indices`, int64 [B], and no other drafts."""
         lengths = np.zeros(count, np.uint32)

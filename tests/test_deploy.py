@@ -95,26 +95,17 @@ def check_expression(expression):
 
 
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-TARGETS = [(panel, target) for panel in PANELS for target in panel["targets"]]
 
 
-@pytest.mark.parametrize(("panel", "target"), TARGETS, ids=[f"{p['title']}-{t['refId']}" for p, t in TARGETS])
-def test_panels_use_existing_metrics_and_labels(panel, target):
-    _, labels = check_expression(target["expr"])
-    assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
-
-
-def test_annotations_use_existing_metrics_and_labels():
-    expressions = [each["expr"] for each in DASHBOARD["annotations"]["list"] if "expr" in each]
-    assert expressions
-    for expression in expressions:
-        check_expression(expression)
-
-
-def test_every_metric_is_on_the_dashboard():
-    shown = set().union(*(check_expression(target["expr"])[0] for _, target in TARGETS))
-    names = {name for name in exported() if name.startswith("ssd_drafter")}
-    names = {name for name in names if not name.endswith(("_count", "_sum"))}
+def test_the_dashboard_uses_existing_metrics_and_labels_and_shows_every_metric():
+    shown, annotations = set(), [each["expr"] for each in DASHBOARD["annotations"]["list"] if "expr" in each]
+    for panel in PANELS:
+        for target in panel["targets"]:
+            metrics, labels = check_expression(target["expr"])
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels, panel["title"]
+            shown |= metrics
+    assert [check_expression(each) for each in annotations]
+    names = {name for name in exported() if name.startswith("ssd_drafter") and not name.endswith(("_count", "_sum"))}
     assert names - shown == set()
 
 
@@ -400,8 +391,7 @@ def test_prometheus_finds_and_may_read_the_metrics():
 def test_mounted_volumes_exist():
     volumes = {volume["name"] for volume in pod()["spec"]["volumes"]}
     claims = {claim["metadata"]["name"] for claim in document_of("StatefulSet")["spec"]["volumeClaimTemplates"]}
-    for name in ("kernels", "engine", "drafter"):
-        assert mounts(name).keys() <= volumes | claims
+    assert {name for each in ("kernels", "engine", "drafter") for name in mounts(each)} <= volumes | claims
 
 
 # --- The image

@@ -1,6 +1,10 @@
-"""Rules of the source tree: what each package may import, and that stubs are up to date."""
+"""Rules of the source tree: what each package may import; stubs are up to date, and the protocol is compatible with the
+baseline of the last release.
+"""
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -183,3 +187,41 @@ def test_stubs_match_the_protocol(tmp_path):
     for path in generated:
         shipped = ROOT / "drafter_service" / "stubs" / path.name
         assert shipped.read_text() == path.read_text(), f"{path.name} is stale; run: make protos"
+
+
+@pytest.fixture(scope="module")
+def buf():
+    """Return a function that runs buf in a folder; it is next to this Python (the dev extra), or on the path."""
+    folders = Path(sys.executable).parent, os.environ.get("PATH", "")
+    if (program := shutil.which("buf", path=os.pathsep.join(map(str, folders)))) is None:
+        pytest.skip("buf is not installed; pip install buf-bin")
+    return lambda folder, *arguments: subprocess.run(
+        [program, *arguments], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+
+
+BREAKING = "breaking", "--against", "protos/baseline.binpb"
+
+
+@pytest.mark.parametrize("arguments", [("lint",), ("format", "--diff", "--exit-code"), BREAKING])
+def test_the_protocol_is_well_formed_formatted_and_compatible_with_the_baseline(buf, arguments):
+    done = buf(ROOT, *arguments)
+    assert done.returncode == 0, f"{done.stdout}\nafter a release that may break: make protos-baseline"
+
+
+def test_incompatible_changes_of_the_protocol_are_found(buf, tmp_path):
+    shutil.copytree(ROOT / "protos", tmp_path / "protos")
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    [path] = (tmp_path / "protos").rglob("*.proto")
+    changed = path.read_text()
+    for before, after in (
+        ("  bytes parents = 2;", "  bytes ancestors = 2;"),
+        ("  rpc Observe(ObserveRequest) returns (ObserveResponse);\n", ""),
+        ("returns (stream DraftResponse)", "returns (DraftResponse)"),
+    ):
+        assert before in changed
+        changed = changed.replace(before, after, 1)
+    path.write_text(changed)
+    done = buf(tmp_path, *BREAKING)
+    assert done.returncode == 100
+    assert all(complaint in done.stdout for complaint in ("changed name", "was deleted", "server streaming"))

@@ -23,7 +23,7 @@ from engine.drafters.compiled.layers import Network
 from engine.drafters.compiled.network import MAX_WEIGHTS, can_sample, compile_head
 from engine.drafters.device_chain import DeviceChain
 from engine.drafters.draft_forward import DraftForward, DraftSpan
-from engine.drafters.draft_pool import DraftPool, drafts_of
+from engine.drafters.draft_pool import DraftPool
 from engine.drafters.drafts import Drafts
 from engine.drafters.pricing import DraftDepth
 from engine.drafters.slots import SlotWriter
@@ -225,8 +225,6 @@ class Growth:
         expanded at each depth.
         """
         self.pool = DraftPool()
-        self.q: list[Tensor] = []
-        """Distributions that tokens were sampled from, float32 [rows, V] for each depth."""
         self._head, self._forward, self._writer, self._table = head, forward, writer, table
         self._sequences, self._rooms = plan.producing, plan.rooms
         self._sampler = DraftSampler(self._sequences, is_coupled=is_coupled)
@@ -244,13 +242,8 @@ class Growth:
         logits = self._head.target_logits(hidden)
         paths = [self.pool.path_to(each) for each in node.tolist()] if self._sampler.adjusts else None
         sampled = self._sampler.sample(logits, owner, depth - 1, self._branches, paths)
-        is_sampled = self._sampler.is_sampled[owner, None]
-        accept_prob = self._table.accept_prob(is_sampled, sampled.scores, depth)
-        q_rows = sampled.q_rows(sum(map(len, self.q)))
-        if sampled.q is not None:
-            self.q.append(sampled.q)
-        self._newest = len(self.pool)
-        self.pool.add(owner, node, sampled.tokens, sampled.scores, accept_prob, q_rows)
+        is_sampled = self._sampler.is_sampled[owner]
+        self._newest = self.pool.add_sampled(owner, node, sampled, self._table, is_sampled, depth)
 
     def next_nodes(self) -> np.ndarray:
         """Return the candidates of the last depth to expand, int64 [n], by sequence."""
@@ -270,7 +263,7 @@ class Growth:
 
     def drafts(self, source: int) -> Drafts:
         """Return the likeliest candidates."""
-        return drafts_of(self.pool.nodes, self._rooms, source, torch.cat(self.q) if self.q else None)
+        return self.pool.drafts(self._rooms, source)
 
     def keep_slots(self) -> None:
         """Record the path of draft tokens whose slots stay valid if they are committed."""

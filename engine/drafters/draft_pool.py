@@ -10,13 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from engine.drafters.drafts import Drafts
 from ssd.kernels.jit import FloatRows, FloatsOut, Int, LongRows, Longs, kernel
-from ssd.types import ROOT, DraftBatch, offsets_of
+from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from engine.sampling.draft_sampler import SampledTokens
+    from ssd.acceptance import AcceptanceTable
 
 START_CAPACITY = 64
 """Candidates that a pool has room for before its arrays grow."""
@@ -40,10 +44,6 @@ class Candidates(NamedTuple):
     score: np.ndarray
     """float32 [n]: the drafter's own score."""
 
-    def take(self, rows: np.ndarray) -> Candidates:
-        """Return some of the candidates."""
-        return Candidates(*(column[rows] for column in self))
-
 
 class DraftPool:
     """All candidates of a batch; those of a depth follow those of the depth before."""
@@ -53,6 +53,8 @@ class DraftPool:
         self._integers = np.empty((5, START_CAPACITY), np.int64)
         self._floats = np.empty((3, START_CAPACITY), np.float32)
         self._size = 0
+        self._q: list[Tensor] = []
+        """Distributions that tokens were sampled from, float32 [rows, V] for each depth."""
 
     def __len__(self) -> int:
         return self._size
@@ -83,6 +85,34 @@ class DraftPool:
         """
         self._reserve(self._size + tokens.size)
         self._size = _add(self._integers, self._floats, self._size, owner, parent, tokens, scores, accept_prob, q_rows)
+
+    def add_sampled(
+        self,
+        owner: np.ndarray,
+        parent: np.ndarray,
+        sampled: SampledTokens,
+        table: AcceptanceTable,
+        is_sampled: np.ndarray,
+        depth: int,
+        *,
+        rows: np.ndarray | slice = slice(None),
+    ) -> int:
+        """Append what was sampled after each of n nodes, and return the index of the first of these candidates.
+
+        owner, parent: as for `add`. table: gives `accept_prob`. is_sampled: bool [n], whether the sequence of each node
+        samples. depth: of the candidates. rows: int64 [n], the row of `sampled` of each node, by default its own.
+        """
+        first, scores = self._size, sampled.scores[rows]
+        q_rows = sampled.q_rows(sum(map(len, self._q)))[rows]
+        if sampled.q is not None:
+            self._q.append(sampled.q)
+        accept_prob = table.accept_prob(is_sampled[:, None], scores, depth)
+        self.add(owner, parent, sampled.tokens[rows], scores, accept_prob, q_rows)
+        return first
+
+    def drafts(self, limits: np.ndarray, source: int) -> Drafts:
+        """Return the likeliest candidates, see `drafts_of`."""
+        return drafts_of(self.nodes, limits, source, torch.cat(self._q) if self._q else None)
 
     def likeliest(self, first: int, limits: np.ndarray) -> np.ndarray:
         """Return the likeliest of the candidates from `first` on, int64 [m], like `likeliest`."""
@@ -162,16 +192,7 @@ def drafts_of(nodes: Candidates, limits: np.ndarray, source: int, q: Tensor | No
     limits: int64 [B], largest number of tokens of each draft. source: of all tokens. q: see `Drafts`.
     """
     rows = likeliest(nodes.owner, nodes.path_prob, limits)
-    chosen = nodes.take(rows)
-    counts = np.bincount(chosen.owner, minlength=len(limits))
-    starts = np.cumsum(counts) - counts
-    place = np.full(len(nodes.owner) + 1, ROOT)
-    place[rows] = np.arange(len(rows)) - starts[chosen.owner]
-    batch = DraftBatch(
-        chosen.token.astype(np.uint32),
-        place[chosen.parent].astype(np.int32),  # `ROOT` refers to the last element.
-        chosen.accept_prob,
-        np.full(len(rows), source, np.uint8),
-        offsets_of(counts),
-    )
-    return Drafts(batch, q, None if q is None else chosen.q_row.astype(np.int32), scores=chosen.score)
+    counts = np.bincount(nodes.owner[rows], minlength=len(limits))
+    sources = np.full(len(nodes.owner), source, np.uint8)
+    batch = DraftBatch.of_nodes(nodes.token, nodes.parent, nodes.accept_prob, sources, rows, counts)
+    return Drafts(batch, q, None if q is None else nodes.q_row[rows].astype(np.int32), scores=nodes.score[rows])

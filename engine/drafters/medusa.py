@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import Drafter, TargetOutputs
-from engine.drafters.draft_pool import DraftPool, drafts_of
+from engine.drafters.draft_pool import DraftPool
 from engine.drafters.drafts import Drafts
 from engine.models.heads.medusa import MedusaHeads
 from engine.sampling.draft_sampler import DraftSampler
@@ -66,9 +66,7 @@ class MedusaDrafter(Drafter):
         part = plan.take(at)
         states = torch.cat([self._states[sequence.sequence_id] for sequence in part.producing])
         logits = self.heads(self.heads.target_states(states)).float()
-        pool, q = self._grow(part.producing, logits)
-        drafts = drafts_of(pool.nodes, part.rooms, self._source, torch.cat(q) if q else None)
-        return drafts.scatter(at, plan.producers)
+        return self._grow(part.producing, logits).drafts(part.rooms, self._source).scatter(at, plan.producers)
 
     def _can_draft(self, plan: StepPlan, index: int) -> bool:
         # After a preemption the last state is that of an earlier position, until the sequence was recomputed.
@@ -76,29 +74,21 @@ class MedusaDrafter(Drafter):
         is_computed = plan.computed[index] == len(sequence) - 1
         return plan.rooms[index] > 0 and is_computed and sequence.sequence_id in self._states
 
-    def _grow(self, sequences: SequenceOf[Sequence], logits: Tensor) -> tuple[DraftPool, list[Tensor]]:
-        """Return candidates of all depths, and the distributions that they were sampled from.
-
-        logits: float32 [B, heads, V].
-        """
+    def _grow(self, sequences: SequenceOf[Sequence], logits: Tensor) -> DraftPool:
+        """Return candidates of all depths. logits: float32 [B, heads, V]."""
         sampler = DraftSampler(sequences, is_coupled=self._is_coupled)
         every, limits = np.arange(len(sequences)), np.full(len(sequences), self._branches)
-        pool, q = DraftPool(), list[Tensor]()
+        pool = DraftPool()
         # The frontier: nodes that are continued at the next depth.
         owner, node = every, np.full(len(sequences), ROOT)
         for depth in range(1, self._depth + 1):
             paths = _likeliest_paths(pool, owner, node, len(sequences)) if sampler.adjusts else None
             sampled = sampler.sample(logits[:, depth - 1].contiguous(), every, depth - 1, self._branches, paths)
-            tokens, scores = sampled.tokens[owner], sampled.scores[owner]
-            accept_prob = self._table.accept_prob(sampler.is_sampled[owner, None], scores, depth)
-            q_rows = sampled.q_rows(sum(map(len, q)))[owner]
-            if sampled.q is not None:
-                q.append(sampled.q)
-            first = len(pool)
-            pool.add(owner, node, tokens, scores, accept_prob, q_rows)
+            is_sampled = sampler.is_sampled[owner]
+            first = pool.add_sampled(owner, node, sampled, self._table, is_sampled, depth, rows=owner)
             node = pool.likeliest(first, limits)
             owner = pool.nodes.owner[node]
-        return pool, q
+        return pool
 
 
 def _likeliest_paths(pool: DraftPool, owner: np.ndarray, node: np.ndarray, count: int) -> list[np.ndarray]:

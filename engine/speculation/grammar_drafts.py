@@ -17,10 +17,8 @@ from engine.drafters.drafts import Drafts
 from engine.drafters.sources import DraftSource
 from engine.sampling.grammar_state import GrammarState
 from engine.scheduling.sequence import Sequence
-from ssd.types import ROOT, DraftBatch, offsets_of
+from ssd.types import ROOT, DraftBatch
 
-Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Tokens, parents, accept_prob and sources of a draft, as in `DraftBatch`."""
 MAX_MASKS_S = 0.02
 """Seconds that the masks of one draft may take. Most take 10 to 100 us each, so that few drafts are cut."""
 
@@ -33,10 +31,8 @@ def follow_grammars(drafts: Drafts, sequences: SequenceOf[Sequence], rooms: np.n
     parts = []
     for index, (sequence, room) in enumerate(zip(sequences, rooms.tolist(), strict=True)):
         assert sequence.grammar is not None
-        one = drafts.batch.take([index])
         most = min(room, int(MAX_MASKS_S / max(sequence.grammar.mask_s, 1e-9)))
-        columns = follow_grammar(sequence.grammar, (one.tokens, one.parents, one.accept_prob, one.source), most)
-        parts.append(DraftBatch(*columns, offsets_of(np.array([len(columns[0])]))))
+        parts.append(follow_grammar(sequence.grammar, drafts.batch.take([index]), most))
     return Drafts(DraftBatch.concatenate(parts))
 
 
@@ -59,23 +55,20 @@ class _Tree:
         self.path_prob.append(prob * (1.0 if parent == ROOT else self.path_prob[parent]))
         return len(self.tokens) - 1
 
-    def likeliest(self, count: int) -> Columns:
-        """Return the `count` likeliest nodes, parents before their children."""
+    def likeliest(self, count: int) -> DraftBatch:
+        """Return the `count` likeliest nodes as a draft."""
         # A child is at most as likely as its parent and was added later, so the stable order is right for both.
         ranked = np.argsort(-np.array(self.path_prob), kind="stable")[:count]
-        place = np.full(len(self.tokens) + 1, ROOT, np.int32)
-        place[ranked] = np.arange(len(ranked))
-        return (
-            np.array(self.tokens, np.uint32)[ranked],
-            place[np.array(self.parents, np.int64)[ranked]],
-            np.array(self.accept_prob, np.float32)[ranked],
-            np.array(self.sources, np.uint8)[ranked],
-        )
+        return DraftBatch.of_nodes(
+            np.array(self.tokens), np.array(self.parents, np.int64), np.array(self.accept_prob),
+            np.array(self.sources), ranked, np.array([len(ranked)]),
+        )  # fmt: skip
 
 
-def follow_grammar(grammar: GrammarState, draft: Columns, room: int) -> Columns:
-    """Return the part of a draft that a grammar allows, with the tokens that it forces, at most `room` tokens."""
-    tokens, parents, accept_prob, sources = (column.tolist() for column in draft)
+def follow_grammar(grammar: GrammarState, draft: DraftBatch, room: int) -> DraftBatch:
+    """Return the part of a sequence's draft that a grammar allows, with the tokens that it forces, at most `room`."""
+    columns = draft.tokens, draft.parents, draft.accept_prob, draft.source
+    tokens, parents, accept_prob, sources = (column.tolist() for column in columns)
     children: dict[int | None, list[int]] = defaultdict(list)
     for node, parent in enumerate(parents):
         children[parent].append(node)

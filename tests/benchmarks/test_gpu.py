@@ -119,8 +119,12 @@ def test_tokens_are_renumbered_only_for_models_with_fewer_of_them(trace, items):
 # --- Parts
 
 
-def test_decode_reports_the_share_of_the_bandwidth(recorded):
-    bench = bench_of(recorded)
+@pytest.fixture(scope="module")
+def bench(recorded):
+    return bench_of(recorded)
+
+
+def test_decode_reports_the_share_of_the_bandwidth(bench):
     assert [figure["unit"] for figure in figures_of(bench, "ceilings")] == ["GB/s", "TFLOP/s"]
     [figure] = figures_of(bench, "decode")
     details = figure["details"]
@@ -130,19 +134,19 @@ def test_decode_reports_the_share_of_the_bandwidth(recorded):
     assert figure["details"]["bound_ms"] <= figure["details"]["estimate_ms"]
 
 
-def test_verify_verifies_sixteen_tokens_in_every_step(recorded):
-    [figure] = figures_of(bench_of(recorded), "verify")
+def test_verify_verifies_sixteen_tokens_in_every_step(bench):
+    [figure] = figures_of(bench, "verify")
     assert (figure["details"]["draft_tokens"], figure["details"]["accepted"]) == (16, 0)
     assert figure["value"] == pytest.approx(figure["details"]["verify_ms"] / figure["details"]["plain_ms"], rel=0.01)
 
 
-def test_trees_are_compared_with_paths(recorded):
-    [figure] = figures_of(bench_of(recorded), "trees")
+def test_trees_are_compared_with_paths(bench):
+    [figure] = figures_of(bench, "trees")
     assert set(figure["details"]) == {"path_ms", "tree_ms"}
 
 
-def test_replay_accepts_drafts_of_recorded_traffic(recorded):
-    alone, together = figures_of(bench_of(recorded), "replay")
+def test_replay_accepts_drafts_of_recorded_traffic(bench):
+    alone, together = figures_of(bench, "replay")
     for figure in (alone, together):
         assert figure["details"]["renumbered"]
         assert figure["details"]["none_tokens_per_step"] == 1
@@ -160,8 +164,8 @@ def test_rejected_drafts_are_never_accepted(recorded, monkeypatch):
     assert any(progress.max_draft.any() for progress in calls)
 
 
-def test_drafting_is_timed_embedded_and_remote(recorded):
-    embedded, remote = figures_of(bench_of(recorded), "drafting")
+def test_drafting_is_timed_embedded_and_remote(bench):
+    embedded, remote = figures_of(bench, "drafting")
     assert ["ssd" in embedded["name"], "ssd-remote" in remote["name"]] == [True, True]
     assert embedded["details"]["streams"] == TINY.served[-1] < TINY.streams
 

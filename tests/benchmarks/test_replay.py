@@ -7,7 +7,7 @@ from itertools import groupby
 import numpy as np
 import pytest
 
-from benchmarks.replay import copy_edit, main
+from benchmarks.replay import main
 from benchmarks.support import peers
 from benchmarks.support.replaying import (
     BY_VERSION,
@@ -134,13 +134,6 @@ def test_rollouts_are_given_if_wanted_and_another_replay_has_other_sessions_and_
     assert recorded(trace, 1, groups=True, times=2).begun == once + again
 
 
-def test_every_nth_token_of_a_synthetic_copy_differs():
-    trace = copy_edit(400)
-    assert trace.output_tokens == 40_000
-    for request in trace.requests:
-        assert np.flatnonzero(request.prompt != request.output).tolist() == list(range(399, 4_000, 400))
-
-
 def refusal(capsys, *arguments):
     """Return the error message of the command for some arguments."""
     with pytest.raises(SystemExit):
@@ -153,7 +146,7 @@ def refusal(capsys, *arguments):
     [
         (("--trace", "absent.npz"), "absent.npz is not a recording"),
         (("--trace", __file__), "test_replay.py is not a recording"),
-        ((), "give --trace"),
+        ((), "--trace"),
         *((("--cost", cost), "argument --cost: ") for cost in ("0", "nan", "0.1,2")),
         *((("--k", k), "argument --k: ") for k in ("65", "8,0")),
     ],
@@ -195,9 +188,8 @@ def test_peers_draft_repeated_text(peer):
     if reason := peers.missing(peer):
         pytest.skip(reason)
     # The first copies its prompt, from which some drafters do not draft; the second repeats the first.
-    copy = copy_edit(400).first(100).requests[0]
-    candidate = next(peers.peer_candidates(peer, [16]))
-    again = Recording.of([copy, copy._replace(session=1)])
+    text = np.random.default_rng(0).integers(0, 50_000, 100)
+    candidate, again = next(peers.peer_candidates(peer, [16])), recording_of([(text, text)] * 2, sessions=[0, 1])
     assert figures(replay(candidate, again), COST)["tokens_per_step"] > 1.5
 
 

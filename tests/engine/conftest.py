@@ -12,7 +12,7 @@ from engine.drafters import guard
 from engine.models.heads.formats import save_head
 from engine.models.loader import load_model
 from tests.engine.drafters.heads import make_head
-from tests.engine.drafters.snapshots import saved_snapshot
+from tests.engine.drafters.kinds import saved_snapshot
 
 VOCAB = 300
 TEXT = "def add(left, right):\n    return left + right\n\nclass Pair:\n    pass\n" * 20

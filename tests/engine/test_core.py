@@ -10,6 +10,8 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import build_engine
 from engine.executor.kv_memory import default_kv_memory
+from engine.models.loader import load_model
+from engine.models.packed import pack
 from engine.sampling.logprobs import compute_logprobs
 from engine.sampling.noise import greedy_tokens
 from engine.scheduling.request import FinishReason, Request, SamplingParams
@@ -18,7 +20,7 @@ from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
-from tests.engine.forward import prompt_logits
+from tests.engine.forward import cached_and_fresh, prompt_logits
 from tests.engine.integrity import check_integrity
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
@@ -44,8 +46,6 @@ def outputs(engine, submitted):
 
 def test_greedy_output_equals_that_of_transformers(tmp_path):
     reference = make_folder(tmp_path)
-    from engine.models.loader import load_model
-
     engine = build_engine(load_model(tmp_path), CONFIG, NoDrafter())
     for request in requests(4):
         prompt = torch.from_numpy(request.prompt.astype(np.int64))[None]
@@ -151,3 +151,35 @@ def test_a_cache_without_a_page_is_refused(model, has_budget):
 def test_engine_settings_out_of_range_are_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         EngineConfig(**setting)
+
+
+def sharing_requests():
+    """Make 10 greedy requests whose prompts share starts of 0 to 60 tokens."""
+    rng = np.random.default_rng(11)
+    stem = rng.integers(1, 60, 60)
+    return [
+        Request(
+            np.concatenate([stem[: rng.integers(0, 61)], rng.integers(1, 60, rng.integers(1, 20))]).astype(np.uint32),
+            SamplingParams(max_tokens=int(rng.integers(20, 50)), temperature=0.0, seed=seed),
+        )
+        for seed in range(10)
+    ]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
+def test_cached_keys_and_values_equal_recomputed_ones_bitwise(model_folder):
+    """Covers pages computed in chunks, token by token, with partly right drafts, and after other cached pages."""
+    submitted = sharing_requests()
+    packed = pack(load_model(model_folder))
+    engine = build_engine(packed, replace(CONFIG, kv_memory_mib=1), NgramDrafter())
+    pool = engine.scheduler.pages
+    pool.allocate(pool.count - 100)
+    completions = [*engine.generate(submitted[:5]), *engine.generate(submitted[5:])]
+    assert sum(completion.cached_tokens for completion in completions[1:5]) > 0
+    pages = [
+        page
+        for request, completion in zip(submitted, completions, strict=True)
+        for page in cached_and_fresh(packed, engine, np.concatenate([request.prompt, completion.tokens]))
+    ]
+    assert len(pages) > 30
+    assert all(torch.equal(cached, fresh) for cached, fresh in pages)

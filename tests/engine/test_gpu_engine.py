@@ -53,8 +53,8 @@ def twice(model, config, drafter, attention, sent):
 
 SETTINGS = {
     "greedy": [{}],
-    "sampled": [{"temperature": 1.0}],
-    "truncated": [
+    "sampled": [
+        {"temperature": 1.0},
         {"temperature": 0.9, "top_k": 5},
         {"temperature": 0.9, "top_p": 0.8},
         {"temperature": 1.2, "min_p": 0.1},
@@ -68,7 +68,7 @@ def test_in_float32_outputs_do_not_depend_on_drafts_or_steps_in_flight(model_fol
     model = pack(load_model(model_folder, device=device))
     sent = [
         replace(request, sampling=replace(request.sampling, **settings))
-        for request, settings in zip(requests(6 if device == "cuda" else 3), cycle(SETTINGS[kind]), strict=False)
+        for request, settings in zip(requests(8 if device == "cuda" else 4), cycle(SETTINGS[kind]), strict=False)
     ]
     expected = outputs(build_engine(model, CONFIG, NoDrafter(), attention="plain"), sent)
     for in_flight in (0, 1):

@@ -32,7 +32,7 @@ def requests():
     lines = (SHIPPED_MODEL / PROMPTS_FILE).read_text(encoding="utf-8").splitlines()[:PROMPTS]
     tokenizer = Tokenizer(SHIPPED_MODEL)
     prompts = [np.array(tokenizer.encode(json.loads(line)["prompt"])[-100:], np.uint32) for line in lines]
-    sampling = {"max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
+    sampling = {"max_tokens": 24, "temperature": 0.8, "ignore_eos": True}
     return [Request(prompt, SamplingParams(seed=seed, **sampling)) for seed, prompt in enumerate(prompts)]
 
 

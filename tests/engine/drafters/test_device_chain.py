@@ -138,18 +138,26 @@ def total(completions, name):
     return sum(getattr(each, name) for each in completions)
 
 
-@pytest.mark.parametrize(("temperature", "in_flight"), [(0.0, 0), (0.8, 1), (COUPLED, 0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, temperature, in_flight):
+@pytest.mark.parametrize(
+    ("kind", "depth", "temperature", "in_flight"),
+    [
+        ("mtp", DEPTH, 0.0, 0),
+        ("draft-model", DEPTH, 0.0, 1),
+        *((kind, DEPTH, COUPLED, 0) for kind in KINDS),
+        ("mtp", 1, COUPLED, 1),  # The step has one further layer and no further pass.
+    ],
+)
+def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, depth, temperature, in_flight):
     recorder = Recorder(monkeypatch)
-    submitted = requests(temperature)
-    engine, head = engine_of(model, kind, in_flight)
-    completions = engine.generate(submitted)
+    engine, head = engine_of(model, kind, in_flight, depth=depth)
+    completions = engine.generate(requests(temperature))
     check_integrity(engine.scheduler)
     assert tokens_of(completions) == plain(temperature)
     assert any(each.cached_tokens for each in completions)
-    assert total(completions, "accepted") > (50 if temperature == COUPLED else -1)
-    assert sum(each.by_source["draft-model"].drafted for each in completions) == total(completions, "drafted") > 90
+    assert total(completions, "accepted") > (40 if temperature == COUPLED else -1)
+    drafted = sum(each.by_source["draft-model"].drafted for each in completions)
+    assert drafted == total(completions, "drafted") > 22 * depth
+    assert max(len(draft) for _, draft, _ in recorder.drafts) == depth
     assert recorder.are_right(head, model)
 
 
@@ -174,20 +182,7 @@ def test_a_drafter_in_the_targets_cache_drafts_on_the_host(model, plain):
     assert total(completions, "accepted") > 0.9 * total(completions, "drafted") > 50
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_short_drafts(model, plain, monkeypatch, depth):
-    """With a depth of 1 the step has one further layer and no further pass."""
-    recorder = Recorder(monkeypatch)
-    submitted = requests(COUPLED)
-    engine, head = engine_of(model, "mtp", 1, depth=depth)
-    completions = engine.generate(submitted)
-    assert tokens_of(completions) == plain(COUPLED)
-    assert total(completions, "accepted") > 0.8 * total(completions, "drafted") > 40
-    assert {len(draft) for _, draft, _ in recorder.drafts} == set(range(1, depth + 1))
-    assert recorder.are_right(head, model)
-
-
-@pytest.mark.parametrize(("kind", "temperature"), [*zip(KINDS, (0.8, COUPLED) * 2, strict=True)])
+@pytest.mark.parametrize(("kind", "temperature"), [("mtp", 0.8), ("eagle3", COUPLED), ("draft-model", 0.8)])
 def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch, kind, temperature):
     """Requests arrive at random, and some need the host, so that the executors alternate; so do the depth, and steps
     that draft and plain ones."""
@@ -226,7 +221,7 @@ def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch,
     assert eager.largest_difference(head, model) < TOLERANCE
 
 
-@pytest.mark.parametrize(("kind", "in_flight"), [*zip(KINDS, (0, 1) * 2, strict=True)])
+@pytest.mark.parametrize(("kind", "in_flight"), [("mtp", 0), ("draft-model", 1)])
 def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, monkeypatch, kind, in_flight):
     """Runs of plain steps begin and end at any place in a page."""
     recorder = Recorder(monkeypatch)
@@ -240,9 +235,15 @@ def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, mo
 
 
 @pytest.mark.parametrize(
-    ("drafts", "fault"), [(True, None), (False, None), (False, SlotWriter.fill), (False, SlotWriter._mark_pages)]
+    ("kind", "drafts", "fault"),
+    [
+        ("mtp", True, None),
+        ("mtp", False, None),
+        ("draft-model", False, None),
+        ("mtp", False, SlotWriter.fill),
+        ("draft-model", False, SlotWriter._mark_pages),
+    ],
 )
-@pytest.mark.parametrize("kind", ["mtp", "draft-model"])
 def test_pages_that_steps_filled_can_be_shared(model, monkeypatch, kind, drafts, fault):
     """A prompt that begins with an earlier output finds its pages; its first slot needs the state that was kept.
 
@@ -298,8 +299,7 @@ def test_with_a_step_in_flight_the_next_is_launched_before_it_is_read(model):
     assert events[:5] == ["launch", "launch", "read", "launch", "read"]
 
 
-@pytest.mark.parametrize("depth", [1, DEPTH])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "depth"), [("mtp", 1), ("eagle3", DEPTH), ("draft-model", DEPTH)])
 def test_a_step_reads_no_values(model_folder, kind, depth):
     """A step with its drafting runs on tensors without values, so nothing of it waits for the device."""
     model = load_model(model_folder).to("meta")

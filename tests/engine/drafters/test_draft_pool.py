@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.drafters.draft_pool import DraftPool, drafts_of, likeliest
 from ssd.types import ROOT
+from tests.replay import branches
 
 WIDTH = 8
 PROB = st.sampled_from([0.0, 0.25, 0.5, 1.0])
@@ -60,10 +61,8 @@ def test_columns_and_paths(made):
     assert columns.q_row.tolist() == [node.owner * 10 for node in nodes]
     assert len(pool) == len(nodes)
     assert pool.path_to(ROOT).tolist() == []
-    paths = []
-    for index, node in enumerate(nodes):
-        paths.append([*(paths[node.parent] if node.parent != ROOT else []), node.token])
-        assert pool.path_to(index).tolist() == paths[-1]
+    for index, path in enumerate(branches([node.token for node in nodes], [node.parent for node in nodes])):
+        assert pool.path_to(index).tolist() == path
 
 
 @given(pools(), st.lists(st.integers(0, 6), min_size=4, max_size=4))

@@ -25,6 +25,8 @@ from tests.engine.drafters.networks import (
 )
 
 KINDS = [*HEADS, "medusa"]
+SHORTER = [kind for kind in KINDS if kind != "eagle"]
+"""Without a kind that the drafter treats as `mtp`."""
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,10 @@ def largest_difference(recorder, drafter, target):
     return recorder.largest_difference(head, target)
 
 
-@pytest.mark.parametrize(("temperature", "shape"), [(0.0, "tree"), (0.8, "path"), (0.8, "tree")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "temperature", "shape"),
+    [("mtp", 0.0, "tree"), *((kind, 0.8, "path") for kind in SHORTER), *((kind, 0.8, "tree") for kind in KINDS)],
+)
 def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, temperature, shape):
     recorder, config = Recorder(monkeypatch), replace(CONFIG, draft_shape=shape)
     drafter = new_drafter(kind, model, config)
@@ -55,7 +59,7 @@ def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, tem
     assert largest_difference(recorder, drafter, model) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHORTER)
 def test_slots_and_states_survive_preemption(model, plain, monkeypatch, kind):
     """Preempted sequences find their own and others' pages in the prefix cache when they continue."""
     recorder, config = Recorder(monkeypatch), replace(CONFIG, watermark=0.0)
@@ -66,8 +70,9 @@ def test_slots_and_states_survive_preemption(model, plain, monkeypatch, kind):
     assert largest_difference(recorder, drafter, model) < TOLERANCE
 
 
-@pytest.mark.parametrize("shape", ["path", "tree"])
-@pytest.mark.parametrize("kind", ["mtp", "draft-model", "medusa"])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("mtp", "path"), ("mtp", "tree"), ("draft-model", "path"), ("medusa", "path")]
+)
 def test_only_paths_are_verified_by_rejection(model, plain, monkeypatch, kind, shape):
     recorder, config = Recorder(monkeypatch), replace(CONFIG, draft_shape=shape, verification="rejection")
     drafter = new_drafter(kind, model, config)
@@ -92,12 +97,6 @@ def test_drafts_are_shorter_at_the_end_of_the_context_window(model, shape):
     assert tokens_of(completions) == tokens_of(plain)
     # A step with a draft of k tokens produces k + 1, so that nothing is drafted for the last token.
     assert [each.drafted > 0 for each in completions] == [False, False, True, True, True]
-
-
-def test_a_copy_of_the_target_is_always_accepted(model):
-    """With the target's noise and keys, every draft token of a path equals the target's token."""
-    _, completions = run(model, CONFIG, requests(0.8), new_drafter("self", model, CONFIG))
-    assert sum(each.accepted for each in completions) > 0.95 * sum(each.drafted for each in completions)
 
 
 def test_slots_of_accepted_draft_tokens_are_not_computed_again(model, monkeypatch):

@@ -17,7 +17,7 @@ from ssd.config import DrafterConfig
 from ssd.corpus.ring import SEPARATOR
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB
-from tests.engine.drafters.snapshots import saved_snapshot
+from tests.engine.drafters.kinds import saved_snapshot
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=9)
 DOCUMENTS = [np.arange(start, start + 40, dtype=np.uint32) for start in (10, 60, 110)]

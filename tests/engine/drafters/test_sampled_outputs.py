@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.drafters.autoregressive import Growth
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
+from engine.drafters.registry import KINDS, build_drafter, configure
 from engine.engine import build_engine
 from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
@@ -25,21 +25,22 @@ from engine.sampling import draft_sampler
 from engine.sampling.draft_sampler import NONE, DraftSampler
 from engine.speculation import rejection, speculation, verify
 from engine.speculation.selection import DraftSelection
-from engine.training.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
+from engine.training.networks import new_draft_model, new_eagle3, new_medusa, new_mtp
 from engine.training.objectives import Windows
 from ssd.config import DrafterConfig
 from tests import naive
 from tests.curves import line
-from tests.engine.drafters.snapshots import saved_snapshot
 from tests.engine.forward import attend_densely
 from tests.engine.sampled_outputs import TEMPERATURE, VOCAB, fits, new_target, sampled_requests
 from tests.engine.steps import AllTokens, accepting
 
 CONFIG = EngineConfig(max_sequences=250, max_step_tokens=4000, max_draft=6, kv_memory_mib=16)
 DEPTH = 3
-COMBINED = ["ssd+mtp", "ssd+eagle3", "ssd+recycle", "ngram+draft-model+medusa"]
-# `ssd-remote` and `classic` draft like `ssd`: paths or trees of deterministic candidates.
-SINGLE = [kind for kind in KINDS if kind not in ("none", "ssd-remote", "classic")]
+# Other drafters of tokens draft like `ssd`, paths or trees of deterministic candidates, and `eagle` like `mtp`.
+DRAFTERS = [
+    "ssd", "lookahead", "recycle", "draft-model", "self-int8", "mtp", "eagle3", "medusa", "ssd+mtp",
+    "ngram+draft-model+medusa",
+]  # fmt: skip
 
 
 @torch.inference_mode()
@@ -52,13 +53,12 @@ def states_of(target, texts, layers):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Folders of the target, and of weights that resemble it by kind; under `rest`, a corpus file."""
+    """Folders of the target, and of weights that resemble it by kind."""
     root = tmp_path_factory.mktemp("weights")
     target = new_target()
     texts = torch.from_numpy(np.random.default_rng(1).integers(0, VOCAB, (200, 20)))
     heads = {
         "mtp": new_mtp(target, states_of(target, texts, (1, 2))),
-        "eagle": new_eagle(target, states_of(target, texts, (1, 2))),
         "eagle3": new_eagle3(target, (0, 1, 2), torch.arange(0, VOCAB - 2), states_of(target, texts, (0, 1, 2, 1, 2))),
         "medusa": new_medusa(target, DEPTH, states_of(target, texts, (2,))),
     }
@@ -67,9 +67,7 @@ def folders(tmp_path_factory):
     for name, model in (("target", target), ("draft-model", new_draft_model(target, 1))):
         (root / name).mkdir()
         save_model(model, root / name, config_to_hf(model.config, "float32"), dtype=torch.float32)
-    outputs = run(target, {"target": root / "target"}, "none", "path", sampled_requests(2000, "exact", 10**6))
-    corpus = saved_snapshot(root / "corpus.ssd", outputs)
-    return {path.name: path for path in root.iterdir() if path.is_dir()} | {"rest": corpus}
+    return {path.name: path for path in root.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +80,6 @@ def run(target, folders, kind, shape, requests, selection=None):
     config = replace(CONFIG, draft_shape=shape)
     kinds = [KINDS[each] for each in kind.split("+")]
     options = {"depth": str(DEPTH)} if any(each.runs_model for each in kinds) else {}
-    if kind == "rest":
-        options[SNAPSHOT_PATH] = str(folders["rest"])
     settings = DrafterConfig(draft_shape=shape, max_draft=CONFIG.max_draft, capacity=20_000)
     info = TargetInfo.from_model(target, config, folders["target"])
     drafter = build_drafter(kind, configure(kind, settings, options), info, draft_models=folders)
@@ -91,16 +87,16 @@ def run(target, folders, kind, shape, requests, selection=None):
     engine._speculation._selection = engine._selection = selection
     completions = engine.generate(requests)
     engine.close()
-    assert kind == "none" or sum(each.accepted for each in completions) > len(requests)
+    assert sum(each.accepted for each in completions) > len(requests)
     return [each.tokens for each in completions]
 
 
-@pytest.mark.parametrize("kind", SINGLE + COMBINED)
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_outputs_have_the_targets_distribution(target, folders, kind):
     """Requests of both modes run in the same batches, one half of the tokens with paths and the other with trees."""
     outputs = []
     for seed, shape in ((0, "path"), (10_000, "tree")):
-        submitted = sampled_requests(2500, "exact", seed) + sampled_requests(2500, "rejection", seed + 5000)
+        submitted = sampled_requests(1500, "exact", seed) + sampled_requests(1500, "rejection", seed + 5000)
         outputs += run(target, folders, kind, shape, submitted)
     assert fits(target, outputs)
 
@@ -108,7 +104,7 @@ def test_outputs_have_the_targets_distribution(target, folders, kind):
 # Paths, where rejection sampling is used, with a drafter whose tokens are rejected more often. Other verification gives
 # the tokens of plain decoding, which other tests compare one by one.
 def test_small_deviations_from_the_targets_distribution_are_excluded(target, folders):
-    assert fits(target, run(target, folders, "mtp", "path", sampled_requests(100_000, "rejection")))
+    assert fits(target, run(target, folders, "mtp", "path", sampled_requests(60_000, "rejection")))
 
 
 @pytest.fixture

@@ -1,17 +1,25 @@
-"""The arrays of a step's results equal those that a loop over its sequences and draft tokens counts."""
+"""The arrays of a step's results equal those that a loop over its sequences and draft tokens counts.
+
+Draft tokens that continue a prediction are those that a search for strings finds.
+"""
 
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.drafters.drafts import Drafts
+from engine.scheduling.draft_usage import PREDICTED_AFTER, is_predicted
 from engine.scheduling.request import Request
 from engine.scheduling.result import ResultArrays, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import RequestTable
 from tests.engine.steps import plan_of_rows
 from tests.engine.trees import batch_of_trees, random_tree
+from tests.replay import branches
+from tests.strategies import array
 
 WIDTH = 7
 """Longest output of a step, with drafts of up to six tokens."""
@@ -113,3 +121,21 @@ def test_results_of_other_drafts_leave_the_others_as_they_are(seed):
         else:
             assert draft[path].tolist() == result.tokens_of(index)[: len(path)].tolist()
             assert found.accepted[index] == len(path)
+
+
+letters = st.lists(st.integers(0, 2), max_size=14)
+
+
+def continues(prediction, output, path):
+    """Return whether a path of draft tokens continues the prediction after the output."""
+    if len(output) < PREDICTED_AFTER:
+        return prediction[: len(output) + len(path)] == output + path
+    wanted = output[-PREDICTED_AFTER:] + path
+    return any(prediction[at : at + len(wanted)] == wanted for at in range(len(prediction)))
+
+
+@given(letters, letters, st.lists(st.integers(0, 2), max_size=6), st.data())
+def test_draft_tokens_continue_a_prediction_if_their_path_does(prediction, output, draft, data):
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(draft))]
+    found = is_predicted(array(prediction), array(output), array(draft), np.array(parents, np.int32))
+    assert found.tolist() == [continues(prediction, output, path) for path in branches(draft, parents)]

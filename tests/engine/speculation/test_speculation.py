@@ -1,4 +1,4 @@
-"""Requests choose whether and how much is drafted for them."""
+"""Requests choose whether and how much is drafted for them; the token budget does not see sampled tokens."""
 
 from dataclasses import replace
 
@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.drafters.drafts import Drafts
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
+from engine.speculation.speculation import SCORE, DepthRates, hide_sampled
 from ssd.baselines.none import NoDrafter
+from ssd.types import DraftBatch, Path
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.drafters.networks import new_drafter
 from tests.engine.steps import AllTokens, each_of
@@ -137,3 +140,31 @@ def test_distributions_of_sampled_drafts_belong_to_their_requests(model, verific
     together = outputs([undrafted[0], drafted[0], drafted[1], undrafted[1], undrafted[2], drafted[2]])
     assert [together[index] for index in (1, 2, 5)] == outputs(drafted)
     assert [together[index] for index in (0, 3, 4)] == outputs(undrafted, has_drafter=False)
+
+
+def drafts_of(*lengths):
+    return DraftBatch.from_paths([Path(np.full(n, 7, np.uint32), np.full(n, 0.25)) for n in lengths])
+
+
+def shown(rates, lengths, sampled, rooms):
+    return hide_sampled(Drafts(drafts_of(*lengths)), np.array(sampled), np.array(rooms), rates)
+
+
+def test_sampled_drafts_are_as_deep_as_the_deepest_before_and_the_room():
+    rates = DepthRates()
+    first = shown(rates, [4, 2], [True, False], [16, 16])
+    assert np.diff(first.offsets).tolist() == [0, 2]
+    # The length of the present draft may depend on its tokens, so it is not shown.
+    second = shown(rates, [1, 3, 5, 2], [True, True, True, False], [16, 3, 16, 16])
+    assert np.diff(second.offsets).tolist() == [4, 3, 4, 2]
+    np.testing.assert_allclose(second.accept_prob, [*[SCORE] * 11, 0.25, 0.25], rtol=1e-6)
+    assert np.diff(shown(rates, [1], [True], [16]).offsets).tolist() == [5]
+
+
+def test_rates_are_fractions_of_the_tokens_whose_parent_was_accepted():
+    rates = DepthRates()
+    rates.deepest = 4
+    for accepted in (1, 3) * 400:
+        rates.record(3, accepted)
+    # One of two second tokens is accepted, and a third token only after a second. No fourth one was verified.
+    np.testing.assert_allclose(rates.path(4).accept_prob, [1, 0.5, 1, SCORE], atol=0.02)
