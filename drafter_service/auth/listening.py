@@ -23,6 +23,7 @@ def listen(server: grpc.aio.Server, address: Address, config: AccessConfig) -> A
     address.claim()
     try:
         with address.permissions(config.socket_permissions):
+            address.check_bindable()
             if credentials is None:
                 port = server.add_insecure_port(address.text)
             else:

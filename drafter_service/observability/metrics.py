@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from http import HTTPStatus
 from itertools import accumulate
 from operator import attrgetter
+from socketserver import ThreadingTCPServer
 from threading import Thread
 from typing import Any, NamedTuple
-from wsgiref.simple_server import WSGIServer
 
 import structlog
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -251,6 +253,9 @@ def buckets(latency: Latency) -> tuple[list[tuple[str, float]], float]:
 
 ANSWER_S = 5.0
 """Maximum time for the event loop to return the facts; Prometheus itself waits for 10 s."""
+POLL_S = 0.1
+RETRY_S = 1.0
+"""Time before connections are accepted again after the process had no free descriptor for one."""
 
 
 class MetricsEndpoint:
@@ -270,27 +275,66 @@ class MetricsEndpoint:
         self.registry = CollectorRegistry()
         self.registry.register(DrafterCollector(facts))
         ProcessCollector(registry=self.registry)
-        self._server: tuple[WSGIServer, Thread] | None = None
+        self._server: _Server | None = None
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Start serving. Raises UserError if the address cannot be used."""
         host, _, port = self.address.text.rpartition(":")
         try:
-            self._server = start_http_server(int(port), host.strip("[]"), self.registry)
+            self._server = _Server((host.strip("[]"), int(port)), _Handler.factory(self.registry))
         except OSError as problem:
             raise UserError(
                 f"reports.metrics: cannot serve at {self.address.text}: {problem.strerror}; choose another address"
             ) from None
-        self.address = self.address.at_port(self._server[0].server_port)
+        self.address = self.address.at_port(self._server.server_address[1])
+        self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Stop serving."""
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join()
-            self._server = None
+        if self._server is None or self._thread is None:
+            return
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._server = self._thread = None
+
+
+class _Handler(MetricsHandler):
+    """Answers scrapes, and logs those that failed."""
+
+    timeout = 10.0
+    """Seconds to receive a request."""
+
+    def do_GET(self) -> None:  # noqa: N802
+        """Answer a scrape."""
+        try:
+            super().do_GET()
+        except TimeoutError:
+            # The base class would mistake this for a slow client and log nothing.
+            logger.warning("metrics not sent: the service is busy")
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class _Server(ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type) -> None:
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. Raises OSError, after which the base class would try again without a pause."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(RETRY_S)
+            raise
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        logger.warning("metrics not sent", exc_info=True)
 
 
 def facts_from_loop(loop: asyncio.AbstractEventLoop, facts: Callable[[], ServiceFacts]) -> Callable[[], ServiceFacts]:
@@ -299,11 +343,4 @@ def facts_from_loop(loop: asyncio.AbstractEventLoop, facts: Callable[[], Service
     async def answer() -> ServiceFacts:
         return facts()
 
-    def wait() -> ServiceFacts:
-        try:
-            return asyncio.run_coroutine_threadsafe(answer(), loop).result(ANSWER_S)
-        except TimeoutError:
-            logger.warning("metrics not sent: the service is busy")
-            raise
-
-    return wait
+    return lambda: asyncio.run_coroutine_threadsafe(answer(), loop).result(ANSWER_S)

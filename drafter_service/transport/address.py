@@ -109,6 +109,26 @@ class Address:
         else:
             raise UserError(f"{path} is in use by another server; stop that one or choose another path")
 
+    def check_bindable(self) -> None:
+        """Raise UserError with the system's reason if no socket can be bound here; gRPC would only log the reason."""
+        try:
+            found = self._sockets()
+        except OSError as problem:
+            raise UserError(f"cannot listen at {self.text}: {problem.strerror or problem}; check the host") from None
+        reason = ""
+        for family, where in found:
+            try:
+                with socket.socket(family) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(where)
+            except OSError as problem:
+                reason = problem.strerror or str(problem)
+            else:
+                if self.socket_path is not None:
+                    self.socket_path.unlink()
+                return
+        raise UserError(f"cannot listen at {self.text}: {reason}; choose another address")
+
     def connect(self) -> socket.socket:
         """Return a connection to what listens here. Raises OSError if nothing does."""
         problem = OSError("the host has no address")

@@ -1,15 +1,18 @@
 """Prometheus metrics: values, sums, documentation and the endpoint."""
 
 import asyncio
-import re
+import errno
 import shutil
+import socket
 import subprocess
 import threading
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import RemoteDisconnected
 from pathlib import Path
+from socketserver import ThreadingTCPServer
+from types import SimpleNamespace
 from unittest.mock import Mock
 from urllib.error import HTTPError
 
@@ -74,6 +77,10 @@ def collected(collector):
     return {(sample.name, *sample.labels.values()): sample.value for sample in found}
 
 
+def families(*namespaces):
+    return list(DrafterCollector(lambda: metered(*namespaces)).collect())
+
+
 def test_values_are_those_of_the_facts():
     """Every metric without labels of its own, over HTTP; the others have tests below."""
     budget = BudgetTotals(withheld=400)
@@ -117,9 +124,13 @@ def test_values_are_those_of_the_facts():
     counters = facts.stats.counters.by_source
     assert values["ssd_drafter_verified_tokens_total", "local", "main"] == counters[1, VERIFIED]
     assert values["ssd_drafter_accepted_tokens_total", "corpus", "main"] == counters[0, ACCEPTED]
-    assert not [key for key in collected(DrafterCollector(lambda: service(log=None))) if "_log_" in key[0]]
     latency = [values[f"ssd_drafter_draft_latency_seconds_{name}", "main"] for name in ("count", "sum")]
     assert latency == [facts.draft_latency.count, pytest.approx(facts.draft_latency.total_s)]
+
+
+def test_log_metrics_need_a_shared_log():
+    values = collected(DrafterCollector(lambda: service(log=None)))
+    assert not [key for key in values if "_log_" in key[0]]
 
 
 @given(st.lists(st.floats(1e-7, 50) | st.sampled_from(BOUNDS_S), max_size=30))
@@ -169,18 +180,15 @@ def test_engines_of_each_namespace_are_exported_for_an_hour_after_they_were_conn
     assert by_engine(collector)[sglang] == (1, 5, 0, 15)
 
 
-def test_documentation_lists_every_metric_with_its_unit():
+def test_documentation_lists_every_metric():
     rows = [
         tuple(cell.strip().strip("`") for cell in line.strip("|\n ").split("|"))
         for line in OPERATIONS.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0].splitlines()
         if line.startswith("| `")
     ]
     exported = []
-    for family in DrafterCollector(lambda: metered(busy_namespace(uses={VLLM_ENGINE: used(1)}))).collect():
+    for family in families(busy_namespace(uses={VLLM_ENGINE: used(1)})):
         labels = [label for label in family.samples[0].labels if label != "le"]
-        assert family.documentation.endswith("."), family.name
-        for unit in {"seconds", "bytes", "tokens", "requests"} & {*family.name.split("_")}:
-            assert unit in family.documentation.lower(), family.name
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
         exported.append(
             (family.name + suffix, family.type.replace("info", "gauge"), ", ".join(labels), family.documentation)
@@ -188,6 +196,15 @@ def test_documentation_lists_every_metric_with_its_unit():
     assert rows == exported, "\n".join(
         f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in exported
     )
+
+
+def test_descriptions_are_sentences_with_units():
+    units = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "requests": "requests"}
+    for family in families(busy_namespace()):
+        assert family.documentation.endswith("."), family.name
+        for word, unit in units.items():
+            if word in family.name.split("_"):
+                assert unit in family.documentation.lower(), family.name
 
 
 def test_promtool_accepts_the_metrics():
@@ -200,15 +217,11 @@ def test_promtool_accepts_the_metrics():
     assert not done.stderr
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_port_is_free_after_stop(host):
-    endpoint = MetricsEndpoint(metered, f"{host}:0")
-    try:
-        endpoint.start()
-    except UserError:
-        pytest.skip(f"this machine has no {host}")
+def test_port_is_free_after_stop():
+    endpoint = MetricsEndpoint(metered, "127.0.0.1:0")
+    endpoint.start()
     used = endpoint.address.text
-    with pytest.raises(UserError, match=f"cannot serve at {re.escape(used)}: Address already in use; choose"):
+    with pytest.raises(UserError, match=f"reports.metrics: cannot serve at {used}: Address already in use; choose"):
         MetricsEndpoint(metered, used).start()
     endpoint.stop()
     endpoint.stop()
@@ -220,15 +233,63 @@ def test_port_is_free_after_stop(host):
     again.stop()
 
 
+@pytest.mark.parametrize(
+    ("problem", "answer", "event"),
+    [
+        (TimeoutError("the loop is stuck"), HTTPError, "metrics not sent: the service is busy"),
+        (RuntimeError("a bug"), RemoteDisconnected, "metrics not sent"),
+    ],
+)
+def test_failures_are_logged_and_the_next_scrape_tries_again(problem, answer, event, capfd, monkeypatch):
+    def facts():
+        if not asked:
+            asked.append(True)
+            raise problem
+        return metered()
+
+    asked, logger = [], Mock()
+    monkeypatch.setattr(metrics, "logger", logger)
+    with scraped(facts) as read:
+        with pytest.raises(answer):
+            read()
+        assert "ssd_drafter_info" in read()
+    assert logger.warning.call_args.args == (event,)
+    assert not capfd.readouterr().err
+
+
+def test_without_free_descriptors_connections_are_accepted_after_a_pause(monkeypatch):
+    def get_request(server):
+        if pauses.count(metrics.RETRY_S) < 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(server)
+
+    accept, pauses = ThreadingTCPServer.get_request, []
+    monkeypatch.setattr(ThreadingTCPServer, "get_request", get_request)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
+    with scraped(metered) as read:
+        assert "ssd_drafter_info" in read()
+    assert pauses.count(metrics.RETRY_S) == 2
+
+
+def test_endpoint_serves_on_ipv6():
+    try:
+        socket.socket(socket.AF_INET6).bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    endpoint = MetricsEndpoint(metered, "[::1]:0")
+    endpoint.start()
+    assert "ssd_drafter_info" in fetch(endpoint)
+    endpoint.stop()
+
+
 @pytest.mark.parametrize("address", ["unix:/tmp/metrics.sock", "9400", "localhost:", "localhost:99999"])
 def test_address_must_be_host_and_port(address):
     with pytest.raises(UserError):
         MetricsEndpoint(metered, address)
 
 
-def test_facts_are_read_in_the_event_loop(monkeypatch):
-    """If it is busy, the scrape fails, and the next one tries again."""
-    threads, logger = [], Mock()
+def test_facts_are_read_in_the_event_loop():
+    threads = []
 
     def facts():
         threads.append(threading.current_thread())
@@ -236,13 +297,7 @@ def test_facts_are_read_in_the_event_loop(monkeypatch):
 
     async def serve_and_read():
         with scraped(facts_from_loop(asyncio.get_running_loop(), facts)) as read:
-            with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-                patch.setattr(metrics, "logger", logger)
-                patch.setattr(metrics, "ANSWER_S", 0.05)
-                with pytest.raises(HTTPError):
-                    pool.submit(read).result(60)
             assert "ssd_drafter_info" in await asyncio.to_thread(read)
 
     asyncio.run(serve_and_read())
-    assert {*threads} == {threading.current_thread()}
-    assert logger.warning.call_args.args == ("metrics not sent: the service is busy",)
+    assert threads == [threading.current_thread()]
