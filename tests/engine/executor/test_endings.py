@@ -50,11 +50,15 @@ def check_nothing_is_held(engine):
     assert not any((guard._started, engine._ended, engine.drafter.inner.lengths))
 
 
-def random_requests(seed, count, longest=20, prompt=12):
+def random_requests(seed, count, longest=20, **sampling):
+    """Requests and their outputs. sampling: settings of the last one."""
     rng = np.random.default_rng(seed)
     requests = [
-        Request(rng.integers(1, VOCAB, rng.integers(1, prompt)).astype(np.uint32), SamplingParams(int(most)))
-        for most in rng.integers(1, longest, count)
+        Request(
+            rng.integers(1, VOCAB, rng.integers(1, 12)).astype(np.uint32),
+            SamplingParams(int(most), **(sampling if index == count - 1 else {})),
+        )
+        for index, most in enumerate(rng.integers(1, longest, count))
     ]
     return requests, [answer(each.prompt.tolist(), each.sampling.max_tokens) for each in requests]
 
@@ -91,9 +95,9 @@ def preempt(engine, number):
 @pytest.mark.parametrize("act", [Engine.cancel, preempt, lambda *both: preempt(*both) or Engine.cancel(*both)])
 @ROUTES
 def test_a_request_may_be_taken_out_after_any_step(act, right, in_flight):
-    """Two requests run, and two wait. One of them is taken out by the observer of a step."""
+    """Two requests run, and two wait. The observer of a step takes one out. The last one needs log-probabilities."""
     for moment in range(1, 16):
-        requests, outputs = random_requests(moment, 4)
+        requests, outputs = random_requests(moment, 4, logprobs=1)
         engine = engine_for(right, requests, outputs, in_flight=in_flight)
         steps, taken, number = itertools.count(1), [], moment % 4
 

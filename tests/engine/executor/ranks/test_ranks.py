@@ -44,28 +44,32 @@ def divided(request, folder):
     model.group.close()
 
 
-def outputs(model, options):
-    """Tokens of greedy and sampled requests, and the number of accepted draft tokens."""
+def complete(model, options, submitted):
+    """Run requests together."""
     engine = launch(model, Tokenizer(options.folder), options, print, lambda _: None, verifies_all=True)
+    completions = engine.generate(submitted)
+    engine.close()
+    return completions
+
+
+def tokens(completions):
+    return [each.tokens.tolist() for each in completions]
+
+
+@pytest.mark.parametrize("divided", [4], indirect=True)
+def test_outputs_equal_those_of_one_process(divided, folder, draft_folders):
     submitted = [
         Request(np.tile(PATTERN[: 6 + index], 4), SamplingParams(max_tokens=40, temperature=temperature, seed=index))
         for index, temperature in enumerate((0.0, 0.0, 0.7))
     ]
-    completions = engine.generate(submitted) + engine.generate(submitted)  # the second time, `ssd` knows the answers
-    engine.close()
-    return [each.tokens.tolist() for each in completions], sum(each.accepted for each in completions)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "shape"), [("none", "path"), ("ssd", "path"), ("ssd", "tree"), ("ngram", "path"), ("eagle", "tree")]
-)
-def test_outputs_equal_those_of_one_process(divided, folder, draft_folders, drafter, shape):
-    folders = {drafter: draft_folders[drafter]} if drafter in draft_folders else {}
-    options = options_of(folder, drafter=drafter, shape=shape, **folders)
-    expected, _ = outputs(load(options), options)
-    got, accepted = outputs(divided, options)
-    assert got == expected
-    assert accepted > 0 or drafter != "ssd"
+    alone = options_of(folder)
+    expected = tokens(complete(load(alone), alone, submitted))
+    for drafter, shape in (("ssd", "path"), ("ssd", "tree"), ("eagle", "tree")):
+        folders = {drafter: draft_folders[drafter]} if drafter in draft_folders else {}
+        # The second time, `ssd` knows the answers.
+        completions = complete(divided, options_of(folder, drafter=drafter, shape=shape, **folders), 2 * submitted)
+        assert tokens(completions) == 2 * expected
+        assert sum(each.accepted for each in completions) > 0 or drafter != "ssd"
 
 
 def test_logits_equal_those_of_one_process(divided, folder):
