@@ -22,7 +22,7 @@ from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.attention.test_tree_attention import requests
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.flashinfer_libraries import LIBRARIES, library_of
+from tests.engine.flashinfer_twin import LIBRARIES, library_of
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.models.test_families import FAMILIES
 from tests.engine.steps import batch_of

@@ -13,63 +13,32 @@ from engine.engine import build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
-from tests.engine.chain import MODEL, VOCAB, answer, chain_engine
+from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.drafters.kinds import WITHOUT_WEIGHTS, config_of, target_of
 from tests.engine.integrity import check_integrity
 from tests.engine.steps import AllTokens
-from tests.engine.test_core import CONFIG, outputs, requests
+from tests.engine.test_core import CONFIG
 from tests.engine.trees import ScriptedDrafter
 
 
-@pytest.fixture(scope="module")
-def plain(model):
-    """Outputs without drafts, one request at a time, by temperature."""
-    engine = build_engine(model, CONFIG, NoDrafter())
-    return {
-        temperature: [outputs(engine, [request])[0] for request in requests(6, temperature=temperature)]
-        for temperature in (0.0, 1.0)
-    }
-
-
 @pytest.fixture
-def make_drafter(request):
-    """A function that builds a drafter by its kind and the target's configuration, and a sidecar if it needs one."""
-
-    def make(kind, model):
-        address = DEFAULT_ADDRESS
-        if kind == "ssd-remote":
-            request.getfixturevalue("server")
-            address = request.getfixturevalue("socket_address")
-        config = config_of(kind, request.getfixturevalue("corpus_file"), capacity=10_000, max_draft=13)
-        if kind == "ssd-remote":
-            config = replace(config, options={"deadline_s": "30"})  # for busy machines
-        return build_drafter(kind, config, target_of(model), address=address, warn=pytest.fail)
-
-    return make
-
-
-@pytest.mark.parametrize(("temperature", "in_flight"), [(0.0, 1), (1.0, None)])
-@pytest.mark.parametrize("kind", WITHOUT_WEIGHTS)
-def test_outputs_do_not_depend_on_drafter_batch_or_executor(model, plain, make_drafter, kind, temperature, in_flight):
-    config, submitted = replace(CONFIG, in_flight=in_flight), requests(6, temperature=temperature)
-    drafter = make_drafter(kind, model.config)
-    with closing(build_engine(model, config, drafter, has_budget=temperature == 1)) as engine:
-        assert outputs(engine, submitted) == plain[temperature]
-        again = engine.generate(submitted)
-    assert [completion.tokens.tolist() for completion in again] == plain[temperature]
-    # The second run accepts tokens from the corpus, since there is no budget.
-    if kind in ("ssd", "ssd-remote") and temperature == 0:
-        assert sum(completion.accepted for completion in again) > 50
+def drafter(request, kind, corpus_file):
+    """A drafter of a kind, and a sidecar if it needs one."""
+    config, address = config_of(kind, corpus_file, capacity=10_000, max_draft=13), DEFAULT_ADDRESS
+    if kind == "ssd-remote":
+        request.getfixturevalue("server")
+        address = request.getfixturevalue("socket_address")
+        config = replace(config, options={"deadline_s": "30"})  # for busy machines
+    return build_drafter(kind, config, target_of(), address=address, warn=pytest.fail)
 
 
 @pytest.mark.parametrize(("kind", "in_flight"), [("ssd", None), *((kind, "any") for kind in WITHOUT_WEIGHTS)])
-def test_workloads_with_cancellations_and_preemptions_with_every_drafter(make_drafter, kind, in_flight):
+def test_workloads_with_cancellations_and_preemptions_with_every_drafter(drafter, kind, in_flight):
     """None: the eager executor. `any`: the graph executor with 0 or 1 steps in flight, at random."""
     rng = np.random.default_rng(7)
     config = EngineConfig(max_sequences=5, max_draft=4, max_step_tokens=40, watermark=0.0)
     prompts = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.uint32) for _ in range(6)]
     expected, finished = {}, {}
-    drafter = make_drafter(kind, MODEL)
     with closing(chain_engine(config, 30, drafter, in_flight=in_flight)) as engine:
         for step in range(250):
             if step < 200 and rng.random() < 0.25:

@@ -10,7 +10,7 @@ from engine.models.heads.formats import load_head
 from engine.models.loader import load_config, load_model
 from tests.engine.conftest import make_folder
 from tests.engine.damage import edit_json
-from tests.engine.models.heads.test_twins import DenseAttention
+from tests.engine.forward import attend_densely
 from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK, TOKENS
 
@@ -70,8 +70,8 @@ def test_the_mtp_layer_equals_a_twin(published):
     with torch.inference_mode():
         expected = twin_logits(reference, extra, tokens)
         positions = torch.arange(60)
-        _, states = target.hidden_states(tokens, positions, DenseAttention(), layers=head.hidden_layers)
-        output = head(tokens[1:], head.target_states(states)[:-1], positions[1:], DenseAttention())
+        _, states = target.hidden_states(tokens, positions, attend_densely, layers=head.hidden_layers)
+        output = head(tokens[1:], head.target_states(states)[:-1], positions[1:], attend_densely)
         assert (head.logits(output.hidden) - expected).abs().max() < 1e-4
 
 
