@@ -75,6 +75,10 @@ DAMAGES = [
     (tensor(V_PROJ, torch.zeros(64)), f"has the tensor {V_PROJ}"),
     (tensor(K_PROJ, set_to(5, float("nan"))), "k_proj.weight in .* not finite as float32"),
     (tensor(K_PROJ, set_to(5, float("-inf"))), "k_proj.weight in .* not finite as float32"),
+    (
+        tensor("model.norm.weight", torch.full((64,), 1e300, dtype=torch.float64)),
+        "norm.weight .* not finite as float32",
+    ),
     (tensor("model.norm.weight", torch.ones(64, dtype=torch.int8)), "stored as I8"),
     (removed("model.safetensors"), "has no model.safetensors"),
     (cut("model.safetensors", 0.5), "cut short"),
@@ -196,6 +200,9 @@ def test_models_that_cannot_draft_are_refused(tmp_path, model_folder, size, harm
     with pytest.raises(UserError, match=message) as refusal:
         check_draft_model(draft, model_folder)
     assert "\n" not in str(refusal.value)
+
+
+def test_the_target_itself_is_refused(tmp_path, model_folder):
     (tmp_path / "link").symlink_to(model_folder)
     for folder in (model_folder, tmp_path / "link"):
         with pytest.raises(UserError, match="is the target itself"):
