@@ -1,17 +1,21 @@
 """Requests that end or are taken out in any phase of a step change no other output, and leave nothing behind."""
 
 import itertools
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.drafters.options import DEFAULT_ADDRESS
+from engine.drafters.registry import build_drafter
 from engine.drafters.tokens import NOT_STARTED
 from engine.engine import Engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.types import DraftBatch, Path
 from tests.engine.chain import END, VOCAB, answer, chain_engine, decode
+from tests.engine.drafters.kinds import WITHOUT_WEIGHTS, config_of, target_of
 from tests.engine.integrity import check_integrity, check_pages
 from tests.engine.trees import ScriptedDrafter
 
@@ -115,6 +119,41 @@ def test_a_request_may_be_taken_out_after_any_step(act, right, in_flight):
             else:
                 assert completion.tokens.tolist() == outputs[at]
         check_nothing_is_held(engine)
+
+
+@pytest.fixture
+def drafter(request, kind, corpus_file):
+    """A drafter of a kind, and a sidecar if it needs one."""
+    config, address = config_of(kind, corpus_file, capacity=10_000, max_draft=13), DEFAULT_ADDRESS
+    if kind == "ssd-remote":
+        request.getfixturevalue("server")
+        address = request.getfixturevalue("socket_address")
+        config = replace(config, options={"deadline_s": "30"})  # for busy machines
+    return build_drafter(kind, config, target_of(), address=address, warn=pytest.fail)
+
+
+@pytest.mark.parametrize(("kind", "in_flight"), [("ssd", None), *((kind, "any") for kind in WITHOUT_WEIGHTS)])
+def test_with_every_drafter_requests_may_be_taken_out(drafter, kind, in_flight):
+    """In many steps, at random. None: the eager executor. `any`: 0 or 1 steps in flight, at random."""
+    rng = np.random.default_rng(7)
+    requests, outputs = (8 * each for each in random_requests(7, 6, longest=50))
+    with closing(engine_for(None, [], [], pages=30, sequences=5, in_flight=in_flight, drafter=drafter)) as engine:
+
+        def observe(_):
+            check_integrity(engine.scheduler)
+            running = [each.sequence_id for each in engine.scheduler.running]
+            if running and rng.random() < 0.1:
+                (preempt if rng.random() < 0.7 else Engine.cancel)(engine, int(rng.choice(running)))
+
+        completions = engine.generate(requests, observe)
+        assert engine.scheduler.preemptions > 0
+        check_pages(engine.scheduler.pages, [])
+    aborted = [each.finish_reason is FinishReason.ABORT for each in completions]
+    assert 0 < sum(aborted) < 20
+    for completion, output, is_cut in zip(completions, outputs, aborted, strict=True):
+        assert completion.tokens.tolist() == (output[: len(completion.tokens)] if is_cut else output)
+    if kind not in ("none", "ssd-remote"):
+        assert sum(each.accepted for each in completions) > 0
 
 
 @pytest.mark.parametrize("in_flight", [None, 0, 1])

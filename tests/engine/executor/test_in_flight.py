@@ -1,70 +1,20 @@
 """Steps of fixed shapes and steps in flight give the same tokens as eager steps, with any drafter."""
 
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.options import DEFAULT_ADDRESS
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
-from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from tests.engine.chain import VOCAB, answer, chain_engine
-from tests.engine.drafters.kinds import WITHOUT_WEIGHTS, config_of, target_of
-from tests.engine.integrity import check_integrity
 from tests.engine.steps import AllTokens
 from tests.engine.test_core import CONFIG
 from tests.engine.trees import ScriptedDrafter
-
-
-@pytest.fixture
-def drafter(request, kind, corpus_file):
-    """A drafter of a kind, and a sidecar if it needs one."""
-    config, address = config_of(kind, corpus_file, capacity=10_000, max_draft=13), DEFAULT_ADDRESS
-    if kind == "ssd-remote":
-        request.getfixturevalue("server")
-        address = request.getfixturevalue("socket_address")
-        config = replace(config, options={"deadline_s": "30"})  # for busy machines
-    return build_drafter(kind, config, target_of(), address=address, warn=pytest.fail)
-
-
-@pytest.mark.parametrize(("kind", "in_flight"), [("ssd", None), *((kind, "any") for kind in WITHOUT_WEIGHTS)])
-def test_workloads_with_cancellations_and_preemptions_with_every_drafter(drafter, kind, in_flight):
-    """None: the eager executor. `any`: the graph executor with 0 or 1 steps in flight, at random."""
-    rng = np.random.default_rng(7)
-    config = EngineConfig(max_sequences=5, max_draft=4, max_step_tokens=40, watermark=0.0)
-    prompts = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.uint32) for _ in range(6)]
-    expected, finished = {}, {}
-    with closing(chain_engine(config, 30, drafter, in_flight=in_flight)) as engine:
-        for step in range(250):
-            if step < 200 and rng.random() < 0.25:
-                prompt, length = prompts[rng.integers(6)], int(rng.integers(1, 50))
-                sequence_id = engine.add(Request(prompt, SamplingParams(max_tokens=length)))
-                expected[sequence_id] = answer(prompt, length)
-            if expected and rng.random() < 0.03:
-                sequence_id = int(rng.choice(list(expected)[-4:]))
-                cancelled = engine.cancel(sequence_id)
-                if cancelled is not None:
-                    finished[sequence_id] = cancelled
-            finished.update(engine.step().finished)
-            check_integrity(engine.scheduler)
-        while engine.scheduler.has_work:
-            finished.update(engine.step().finished)
-        assert engine.scheduler.preemptions > 0
-        assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
-    aborted = {key for key, each in finished.items() if each.finish_reason is FinishReason.ABORT}
-    assert len(expected) > 30
-    assert 0 < len(aborted) < 20
-    assert finished.keys() == expected.keys()
-    for sequence_id, tokens in expected.items():
-        produced = finished[sequence_id].tokens.tolist()
-        assert produced == (tokens[: len(produced)] if sequence_id in aborted else tokens)
-    if kind not in ("none", "ssd-remote"):
-        assert sum(each.accepted for each in finished.values()) > 0
 
 
 def mixed_requests():
