@@ -279,9 +279,7 @@ class Chunks:
         self._valid &= self._chunks < counts[self._requests.clamp(0, len(counts) - 1).long()]
 
 
-def workspaces(
-    heads: int, kv_heads: int, head_dim: int, requests: int, rows: int, processors: int = MAX_PROCESSORS
-) -> tuple[int, int]:
+def workspaces(heads: int, kv_heads: int, head_dim: int, requests: int, rows: int) -> tuple[int, int]:
     """Return upper bounds of the bytes that a graph-mode plan needs in the float and integer workspaces.
 
     A plan reserves space for the result of every tile, independent of the lengths. There are enough tiles to fill the
@@ -291,6 +289,6 @@ def workspaces(
     # Largest number of rows of a request.
     queries = max(0, rows - requests + 1) * sharing
     tile = 16 if queries <= 16 else 128 if queries > 64 and head_dim < 256 else 64
-    tiles = max(2 * processors // kv_heads, -(-rows * sharing // tile) + requests - 1)
+    tiles = max(2 * MAX_PROCESSORS // kv_heads, -(-rows * sharing // tile) + requests - 1)
     results = -(-tiles * tile // sharing)
     return heads * results * (head_dim + 1) * 4 + 64, 16 * tiles + 4 * (requests + rows) + 256

@@ -78,8 +78,10 @@ def answer(prompt, max_tokens):
 class ChainRunner:
     """Replaces `Runner`; reads and writes its cache only through page tables and slots."""
 
-    def __init__(self, pages):
+    def __init__(self, pages, scores=scores):
+        """scores: returns the logits after a context."""
         self.cache = [mixed(slot) for slot in range(pages * PAGE_SIZE)]
+        self.scores = scores
 
     def held(self, pages, count):
         """The cache entries of the first `count` tokens of a page table."""
@@ -103,8 +105,8 @@ class ChainRunner:
                 self.cache[batch.slots[row]] = content
                 context += content
                 rows[row] = context
-        logits = [scores(rows[row]) for row in batch.logit_rows]
-        return torch.tensor(logits, dtype=torch.float32).view(-1, VOCAB)
+        logits = [self.scores(rows[row]) for row in batch.logit_rows]
+        return torch.tensor(logits, dtype=torch.float32).view(-1, len(self.scores(0)))
 
     def fixed(self, shape):
         return ChainForward(self, shape)

@@ -1,5 +1,6 @@
 """The parts of FlashInfer that the engine uses, in slow PyTorch on the CPU, with FlashInfer's names of arguments.
 
+Tests run this twin on the CPU and the library itself on a GPU (`library_of`).
 Arrays are read like in its kernels: lengths are sums over pages, slots are looked up in a page table, and CUDA graphs
 run tile by tile (`flashinfer_fa2.py`). Arguments that kernels overwrite are overwritten, and arguments that kernels
 refuse or would misread are refused.
@@ -8,8 +9,12 @@ refuse or would misread are refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -124,7 +129,6 @@ class PagedPrefill(Planned):
         causal=False,
         q_data_type=torch.float16,
         kv_data_type=None,
-        uniform_q_len=None,
     ):
         qo, indptr, indices, last = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         pages = None if self.is_graph else int(indptr[-1])
@@ -138,7 +142,7 @@ class PagedPrefill(Planned):
         lengths = (counts - 1) * page_size + last
         if self.is_graph:
             assert causal
-            self.plan_graph(qo, indptr, indices, last, lengths.int(), uniform_q_len)
+            self.plan_graph(qo, indptr, indices, last)
             return
         self.queries, self.keys = qo.diff().tolist(), lengths.tolist()
         assert min(self.keys) >= 0
@@ -149,7 +153,7 @@ class PagedPrefill(Planned):
         else:
             self.masks = [torch.ones(n, m, dtype=torch.bool) for n, m in shapes]
 
-    def plan_graph(self, qo, indptr, indices, last, lengths, uniform_q_len):
+    def plan_graph(self, qo, indptr, indices, last):
         for buffer, array in zip(self.buffers, (qo, indptr, indices, last), strict=True):
             buffer[: len(array)].copy_(array)
             assert array is indices or len(array) == len(buffer)
@@ -157,10 +161,7 @@ class PagedPrefill(Planned):
         assert self.rows in (None, rows)
         self.rows = rows
         before = getattr(self, "_plan_info", None)
-        self._plan_info = fa2.plan(
-            *self.workspaces, self.workspaces[1], qo, indptr, lengths, rows, len(last), heads, kv_heads, page_size,
-            True, head_dim, head_dim, True, -1, -1, False, 0, uniform_q_len or 0,
-        )  # fmt: skip
+        self._plan_info = fa2.plan(*self.workspaces, qo, indptr, rows, heads, kv_heads, page_size, head_dim)
         # A captured graph keeps the plan of its capture.
         assert before in (None, self._plan_info)
 
@@ -170,7 +171,7 @@ class PagedPrefill(Planned):
             assert not return_lse
             out = torch.empty_like(q) if out is None else out
             caches = paged_kv_cache.unbind(dim=1)
-            fa2.paged_run(*self.workspaces, self._plan_info, q, *caches, *self.buffers, out, None, 1, 0, -1, False)
+            fa2.paged_run(*self.workspaces, self._plan_info, q, *caches, *self.buffers, out)
             return out
         rows = q.split(self.queries)
         parts = zip(rows, self.tables, self.keys, self.masks, strict=True)
@@ -303,3 +304,31 @@ TWIN = SimpleNamespace(
     apply_rope_with_cos_sin_cache_inplace=apply_rope_with_cos_sin_cache_inplace,
     silu_and_mul=silu_and_mul,
 )
+
+
+LIBRARIES = ["twin", pytest.param("library", marks=pytest.mark.gpu)]
+
+
+@dataclass
+class Library:
+    """Device and dtype on which FlashInfer or its twin runs."""
+
+    device: str
+    dtype: torch.dtype
+    tolerance: float
+    """Absolute and relative tolerance of attention."""
+
+
+@contextmanager
+def library_of(name: str) -> Iterator[Library]:
+    """Yield one of `LIBRARIES`; the twin replaces the library until the context ends."""
+    if name == "library":
+        pytest.importorskip("flashinfer")
+        yield Library("cuda", torch.bfloat16, 2e-2)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("engine.attention.flashinfer", "engine.attention.backend"):
+            patch.setattr(f"{module}.flashinfer", lambda: TWIN)
+        patch.setattr("engine.attention.backend._obstacle", lambda *_: None)
+        patch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1)
+        yield Library("cpu", torch.float32, 2e-5)

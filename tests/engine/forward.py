@@ -37,13 +37,26 @@ def prompt_logits(model, tokens):
     return new_runner(model, len(pages)).forward(batch_of([entry], PAGE_SIZE))
 
 
-def attend_densely(_layer, query, key, value):
-    """Attention of each token to itself and to all tokens before it, without pages."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[2] ** -0.5
-    scores = scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value)
+class DenseAttention:
+    """Attention of each token to itself and to all tokens before it, over several calls, without pages."""
+
+    def __init__(self):
+        self.keys, self.values = {}, {}
+
+    def __call__(self, layer, query, key, value):
+        before = self.keys.get(layer, key[:0]), self.values.get(layer, value[:0])
+        keys, values = torch.cat((before[0], key)), torch.cat((before[1], value))
+        self.keys[layer], self.values[layer] = keys, values
+        share = query.shape[1] // keys.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(share, 1)) / query.shape[-1] ** 0.5
+        rows = torch.arange(len(keys) - len(query), len(keys))[:, None]
+        scores = scores.masked_fill(torch.arange(len(keys)) > rows, float("-inf"))
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.repeat_interleave(share, 1))
+
+
+def attend_densely(*given):
+    """Attention within one call, see `DenseAttention`."""
+    return DenseAttention()(*given)
 
 
 def cached_and_fresh(model, engine, text):

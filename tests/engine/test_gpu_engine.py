@@ -26,7 +26,7 @@ from engine.speculation import verify as verification
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from tests.engine.drafters.heads import make_head
-from tests.engine.flashinfer_libraries import LIBRARIES, library_of
+from tests.engine.flashinfer_twin import LIBRARIES, library_of
 from tests.engine.sampled_outputs import VOCAB, fits, new_target, sampled_requests
 from tests.engine.steps import accepting
 from tests.engine.test_core import outputs, requests

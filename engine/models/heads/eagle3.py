@@ -112,7 +112,9 @@ class Eagle3Head(DraftHead):
 
 def read_eagle3(source: HeadFolder, target: ModelConfig) -> Blueprint[Eagle3Head]:
     """Return the EAGLE-3 head of a folder. Raises UserError if it has none, or one for another target."""
-    source.refuse_other_kind("eagle3")
+    kind = source.fields.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise UserError(f"{source.folder} has a head of the kind {kind!r}, not 'eagle3'; give another folder")
     fields = {**source.fields, **source.layer_fields()}
     block = AUTHORS if any(name.startswith(AUTHORS) for name in source.names) else SPECULATORS
     source.refuse_without(f"{block}hidden_norm.weight", "an EAGLE-3 head")

@@ -72,12 +72,6 @@ class HeadFolder:
                 "does, or choose the drafter that this folder is for"
             )
 
-    def refuse_other_kind(self, kind: str) -> None:
-        """Raise UserError if the folder is in the speculators format, and has another kind of head."""
-        own = self.fields.get("speculators_model_type", kind)
-        if own != kind:
-            raise UserError(f"{self.folder} has a head of the kind {own!r}, not {kind!r}; give another folder")
-
     def refuse_several_layers(self, fields: Mapping[str, Any], wanted: str) -> None:
         """Raise UserError if `wanted`, such as "an EAGLE head", has several decoder layers."""
         if self.number(fields, "num_hidden_layers", 1) != 1:

@@ -1,17 +1,21 @@
 """Requests that end or are taken out in any phase of a step change no other output, and leave nothing behind."""
 
 import itertools
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.drafters.options import DEFAULT_ADDRESS
+from engine.drafters.registry import build_drafter
 from engine.drafters.tokens import NOT_STARTED
 from engine.engine import Engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.types import DraftBatch, Path
 from tests.engine.chain import END, VOCAB, answer, chain_engine, decode
+from tests.engine.drafters.kinds import WITHOUT_WEIGHTS, config_of, target_of
 from tests.engine.integrity import check_integrity, check_pages
 from tests.engine.trees import ScriptedDrafter
 
@@ -50,11 +54,15 @@ def check_nothing_is_held(engine):
     assert not any((guard._started, engine._ended, engine.drafter.inner.lengths))
 
 
-def random_requests(seed, count, longest=20, prompt=12):
+def random_requests(seed, count, longest=20, **sampling):
+    """Requests and their outputs. sampling: settings of the last one."""
     rng = np.random.default_rng(seed)
     requests = [
-        Request(rng.integers(1, VOCAB, rng.integers(1, prompt)).astype(np.uint32), SamplingParams(int(most)))
-        for most in rng.integers(1, longest, count)
+        Request(
+            rng.integers(1, VOCAB, rng.integers(1, 12)).astype(np.uint32),
+            SamplingParams(int(most), **(sampling if index == count - 1 else {})),
+        )
+        for index, most in enumerate(rng.integers(1, longest, count))
     ]
     return requests, [answer(each.prompt.tolist(), each.sampling.max_tokens) for each in requests]
 
@@ -91,9 +99,9 @@ def preempt(engine, number):
 @pytest.mark.parametrize("act", [Engine.cancel, preempt, lambda *both: preempt(*both) or Engine.cancel(*both)])
 @ROUTES
 def test_a_request_may_be_taken_out_after_any_step(act, right, in_flight):
-    """Two requests run, and two wait. One of them is taken out by the observer of a step."""
+    """Two requests run, and two wait. The observer of a step takes one out. The last one needs log-probabilities."""
     for moment in range(1, 16):
-        requests, outputs = random_requests(moment, 4)
+        requests, outputs = random_requests(moment, 4, logprobs=1)
         engine = engine_for(right, requests, outputs, in_flight=in_flight)
         steps, taken, number = itertools.count(1), [], moment % 4
 
@@ -111,6 +119,41 @@ def test_a_request_may_be_taken_out_after_any_step(act, right, in_flight):
             else:
                 assert completion.tokens.tolist() == outputs[at]
         check_nothing_is_held(engine)
+
+
+@pytest.fixture
+def drafter(request, kind, corpus_file):
+    """A drafter of a kind, and a sidecar if it needs one."""
+    config, address = config_of(kind, corpus_file, capacity=10_000, max_draft=13), DEFAULT_ADDRESS
+    if kind == "ssd-remote":
+        request.getfixturevalue("server")
+        address = request.getfixturevalue("socket_address")
+        config = replace(config, options={"deadline_s": "30"})  # for busy machines
+    return build_drafter(kind, config, target_of(), address=address, warn=pytest.fail)
+
+
+@pytest.mark.parametrize(("kind", "in_flight"), [("ssd", None), *((kind, "any") for kind in WITHOUT_WEIGHTS)])
+def test_with_every_drafter_requests_may_be_taken_out(drafter, kind, in_flight):
+    """In many steps, at random. None: the eager executor. `any`: 0 or 1 steps in flight, at random."""
+    rng = np.random.default_rng(7)
+    requests, outputs = (8 * each for each in random_requests(7, 6, longest=50))
+    with closing(engine_for(None, [], [], pages=30, sequences=5, in_flight=in_flight, drafter=drafter)) as engine:
+
+        def observe(_):
+            check_integrity(engine.scheduler)
+            running = [each.sequence_id for each in engine.scheduler.running]
+            if running and rng.random() < 0.1:
+                (preempt if rng.random() < 0.7 else Engine.cancel)(engine, int(rng.choice(running)))
+
+        completions = engine.generate(requests, observe)
+        assert engine.scheduler.preemptions > 0
+        check_pages(engine.scheduler.pages, [])
+    aborted = [each.finish_reason is FinishReason.ABORT for each in completions]
+    assert 0 < sum(aborted) < 20
+    for completion, output, is_cut in zip(completions, outputs, aborted, strict=True):
+        assert completion.tokens.tolist() == (output[: len(completion.tokens)] if is_cut else output)
+    if kind not in ("none", "ssd-remote"):
+        assert sum(each.accepted for each in completions) > 0
 
 
 @pytest.mark.parametrize("in_flight", [None, 0, 1])

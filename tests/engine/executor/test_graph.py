@@ -19,8 +19,10 @@ from engine.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.layers import PLAIN
 from engine.models.loader import load_model
+from engine.scheduling.kernels import ROWS, SLOT
 from engine.scheduling.request import SamplingParams
 from tests.engine.conftest import VOCAB
+from tests.engine.executor.kernels.conftest import on
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.steps import batch_of
@@ -124,26 +126,69 @@ EXPERTS = ExpertsConfig(8, 2, 32, (0, 1), shared_size=16, groups=4, groups_kept=
 DENSE = ModelConfig(300, 64, 96, 2, 4, 2, 16, 512)
 
 
+KINDS = (GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32))
+
+
+def step_of(config, dtype, device):
+    """A step with rows of four sequences, and its state."""
+    model = Decoder(config).to(dtype).to(device)
+    attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, dtype, device)
+    shape = StepShape(4, 20, 1 + MAX_DRAFT, 13)
+    forward = Runner(model, attention, device).fixed(shape)
+    state = DeviceState(8, LONGEST, 13, PAGES, torch.device(device))
+    state.lengths.fill_(10)
+    state.limits.fill_(40)
+    step = FixedStep(forward, state, shape, PAGE_SIZE, CopyStream(CPU))
+    step._table[:, SLOT] = torch.arange(4, dtype=torch.int32, device=device)
+    step._table[:, ROWS] = 5
+    forward.plan(np.full(4, LONGEST - 1), np.full(4, 5))
+    return step, state
+
+
+@torch.inference_mode()
+def run(step):
+    for kind in KINDS:
+        results, logits = step._step(kind._replace(host_rows=8))
+        assert (results.shape, results.dtype, len(logits)) == ((4, 2 + 1 + MAX_DRAFT), torch.int32, 8)
+
+
 @pytest.mark.parametrize(
-    ("config", "dtype", "kind"),
+    ("config", "dtype"),
     [
-        *((DENSE, torch.float32, kind) for kind in (GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32))),
-        (replace(DENSE, experts=EXPERTS), torch.bfloat16, GREEDY),
-        (replace(DENSE, num_kv_heads=1, latent=LatentConfig(24, 32, 8, 12)), torch.float32, GREEDY),
+        (DENSE, torch.float32),
+        (replace(DENSE, experts=EXPERTS), torch.bfloat16),
+        (replace(DENSE, num_kv_heads=1, latent=LatentConfig(24, 32, 8, 12)), torch.float32),
     ],
 )
-def test_a_step_reads_no_values(config, dtype, kind):
+def test_a_step_reads_no_values(config, dtype):
     """A step runs on tensors without values, so it can be captured."""
-    model = Decoder(config).to(dtype).to("meta")
-    attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, dtype, "meta")
-    shape = StepShape(4, 20, 1 + MAX_DRAFT, 13)
-    forward = Runner(model, attention, "meta").fixed(shape)
-    state = DeviceState(8, LONGEST, 13, PAGES, torch.device("meta"))
-    step = FixedStep(forward, state, shape, PAGE_SIZE, CopyStream(CPU))
-    forward.plan(np.full(4, LONGEST - 1), np.zeros(4, int))
-    with torch.inference_mode():
-        results, logits = step._step(kind._replace(host_rows=8))
-        assert (results.shape, len(logits)) == ((4, 2 + 1 + MAX_DRAFT), 8)
+    run(step_of(config, dtype, "meta")[0])
+
+
+@pytest.mark.gpu
+def test_no_step_synchronizes_with_a_gpu():
+    step, state = step_of(DENSE, torch.float32, on("cuda"))
+    run(step)  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(step)
+        state.add_pages(np.array([[0, 1, 2], [1, 2, 3]]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_changes_the_state_in_place():
+    """CUDA graphs hold the addresses of its tensors."""
+    step, state = step_of(DENSE, torch.float32, "cpu")
+
+    def addresses():
+        return {name: each.data_ptr() for name, each in vars(state).items() if isinstance(each, torch.Tensor)}
+
+    before = addresses()
+    run(step)
+    assert addresses() == before
+    assert state.lengths[:4].gt(10).all()
 
 
 def test_a_step_runs_in_the_smallest_shape_that_holds_it():

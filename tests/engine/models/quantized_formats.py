@@ -39,45 +39,44 @@ def compressed(storage, strategy, *, kind="int", bits=8, symmetric=True, **more)
     }
 
 
+def compressed_format(storage, strategy, block, *, scale_dtype=torch.bfloat16, **weights):
+    """A format of llm-compressor, whose whole tensors have scales of one number."""
+    return Format(
+        compressed(storage, strategy, **weights),
+        block,
+        weights.get("bits", 8),
+        is_float=weights.get("kind") == "float",
+        is_packed=storage == "pack-quantized",
+        is_symmetric=weights.get("symmetric", True),
+        scale_dtype=scale_dtype,
+        scale_shape=(1,) if strategy == "tensor" else None,
+    )
+
+
+FLOAT = {"kind": "float"}
 FORMATS = {
-    "int8, channels": Format(compressed("int-quantized", "channel"), (1, 0)),
-    "int8, tensors": Format(compressed("naive-quantized", "tensor"), (0, 0), scale_shape=(1,)),
-    "int8, not symmetric": Format(
-        compressed("int-quantized", "channel", symmetric=False), (1, 0), is_symmetric=False, scale_dtype=torch.float32
+    "int8, channels": compressed_format("int-quantized", "channel", (1, 0)),
+    "int8, tensors": compressed_format("naive-quantized", "tensor", (0, 0)),
+    "int8, not symmetric": compressed_format(
+        "int-quantized", "channel", (1, 0), scale_dtype=torch.float32, symmetric=False
     ),
-    "fp8, channels": Format(compressed("float-quantized", "channel", kind="float"), (1, 0), is_float=True),
-    "fp8, tensors": Format(
-        compressed("float-quantized", "tensor", kind="float"), (0, 0), is_float=True, scale_shape=(1,)
-    ),
-    "fp8, blocks": Format(
-        compressed("float-quantized", "block", kind="float", block_structure=[16, 40]), (16, 40), is_float=True
-    ),
-    "packed, 8 bits, channels": Format(compressed("pack-quantized", "channel"), (1, 0), is_packed=True),
-    "packed, 4 bits, groups": Format(
-        compressed("pack-quantized", "group", bits=4, group_size=32), (1, 32), bits=4, is_packed=True
-    ),
-    "packed, 4 bits, groups, not symmetric": Format(
-        compressed("pack-quantized", "group", bits=4, group_size=16, symmetric=False),
-        (1, 16),
-        bits=4,
-        is_packed=True,
-        is_symmetric=False,
+    "fp8, channels": compressed_format("float-quantized", "channel", (1, 0), **FLOAT),
+    "fp8, tensors": compressed_format("float-quantized", "tensor", (0, 0), **FLOAT),
+    "fp8, blocks": compressed_format("float-quantized", "block", (16, 40), **FLOAT, block_structure=[16, 40]),
+    "packed, 8 bits, channels": compressed_format("pack-quantized", "channel", (1, 0)),
+    "packed, 4 bits, groups": compressed_format("pack-quantized", "group", (1, 32), bits=4, group_size=32),
+    "packed, 4 bits, groups, not symmetric": compressed_format(
+        "pack-quantized", "group", (1, 16), bits=4, group_size=16, symmetric=False
     ),
     "DeepSeek's fp8": Format(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 40]},
-        (16, 40),
-        is_float=True,
-        scales="weight_scale_inv",
-        scale_dtype=torch.float32,
+        (16, 40), is_float=True, scales="weight_scale_inv", scale_dtype=torch.float32,
     ),
     "vLLM's fp8": Format(
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
-        (0, 0),
-        is_float=True,
-        scale_dtype=torch.float32,
-        scale_shape=(),
+        (0, 0), is_float=True, scale_dtype=torch.float32, scale_shape=(),
     ),
-}
+}  # fmt: skip
 
 
 def quantize(weight, form):

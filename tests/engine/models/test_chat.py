@@ -213,11 +213,6 @@ DEEPSEEK = """{{ tools }}{% for message in messages %}{% if message['tool_calls'
 {% else %}
 {{ message['content'] + '<call>' + call['function']['name'] + '<sep>' + call['function']['arguments'] + '</call>' }}
 {% endif %}{% endfor %}{% else %}{{ message['role'] + ': ' + message['content'] }}{% endif %}{% endfor %}"""
-MISTRAL_TOOLS = """{{ tools | tojson }}{% for message in messages %}{% if message.tool_calls %}[TOOL_CALLS][
-{%- for call in message.tool_calls %}{% if call.id is not defined or call.id | length != 9 %}
-{{ raise_exception('ids must have nine characters') }}{% endif %}
-{{ (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}{% endfor %}]
-{%- else %}{{ message.role }} {{ message.content | tojson }} {{ message.tool_call_id }}{% endif %}{% endfor %}"""
 EVERYTHING = (
     "{% for message in messages %}{{ message | dictsort }}{% endfor %}{{ tools | tojson }}{{ enable_thinking }}"
 )
@@ -226,7 +221,7 @@ EVERYTHING = (
 @pytest.mark.parametrize(
     ("template", "arguments"),
     [
-        *((template, '{"at": "<é>", "n": 1}') for template in (QWEN, DEEPSEEK, MISTRAL_TOOLS, EVERYTHING)),
+        *((template, '{"at": "<é>", "n": 1}') for template in (QWEN, DEEPSEEK, EVERYTHING)),
         *((EVERYTHING, arguments) for arguments in ('"{}"', '"text"', "null")),
     ],
 )

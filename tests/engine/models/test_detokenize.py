@@ -72,14 +72,6 @@ def test_spaces_and_split_characters_are_complete(prompt, output):
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
 
 
-def test_text_is_held_back_no_longer_than_needed():
-    """A token that ends one character and begins the next returns the first at once."""
-    data = "ä猫b".encode()
-    chars = dict(zip(range(256), byte_chars(), strict=True))
-    tokens = [BYTES.token_to_id(chars[byte]) for byte in data]
-    assert fed(BYTES, [BYTES.token_to_id("a")], tokens) == ["", "ä", "", "", "猫", "b", ""]
-
-
 def byte_chars():
     """Return the character of each byte in GPT-2's alphabet."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -87,9 +79,15 @@ def byte_chars():
     return [chr(byte) if byte in plain else chr(next(rest)) for byte in range(256)]
 
 
-def test_incomplete_bytes_are_returned_at_the_end():
-    tokens = [BYTES.token_to_id(byte_chars()[byte]) for byte in b"x\xe4"]
-    assert fed(BYTES, [], tokens) == ["x", "", "\N{REPLACEMENT CHARACTER}"]
+def byte_tokens(text):
+    """Return a token for each byte."""
+    return [BYTES.token_to_id(byte_chars()[byte]) for byte in text]
+
+
+def test_text_is_held_back_no_longer_than_needed():
+    """Incomplete bytes are returned at the end."""
+    assert fed(BYTES, byte_tokens(b"a"), byte_tokens("ä猫b".encode())) == ["", "ä", "", "", "猫", "b", ""]
+    assert fed(BYTES, [], byte_tokens(b"x\xe4")) == ["x", "", "\N{REPLACEMENT CHARACTER}"]
 
 
 def saved(hub, folder):
@@ -129,14 +127,9 @@ def test_the_bytes_of_tokens_add_up_to_the_text(kind, tmp_path):
 
 @pytest.mark.parametrize("text", ["🦄🦄🎉é", "猫 x\n"])
 def test_tokens_that_are_parts_of_characters_have_their_own_bytes(text, tmp_path):
-    alphabet = byte_chars()
-    by_byte = {
-        "bytes": [BYTES.token_to_id(alphabet[byte]) for byte in text.encode()],
-        "fallback": [FALLBACK.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()],
-    }
-    for kind, hub in {"bytes": BYTES, "fallback": FALLBACK}.items():
-        tokenizer = saved(hub, tmp_path)
-        assert b"".join(map(tokenizer.token_bytes, by_byte[kind])) == text.encode()
+    fallback = [FALLBACK.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    for hub, tokens in ((BYTES, byte_tokens(text.encode())), (FALLBACK, fallback)):
+        assert b"".join(map(saved(hub, tmp_path).token_bytes, tokens)) == text.encode()
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 50])
@@ -154,10 +147,6 @@ def test_the_window_does_not_grow(prompt):
 
 
 def test_a_completion_keeps_its_leading_space(tmp_path):
-    pieces = {"<unk>": 0, "\u2581hello": 1, "\u2581world": 2}
-    hub = HubTokenizer(models.WordLevel(pieces, unk_token="<unk>"))
-    hub.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    hub.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.decode(array([2])) == "world"
-    assert tokenizer.decode_behind(array([1]), array([2])) == " world"
+    tokenizer, [word] = saved(FALLBACK, tmp_path), fallback_ids("\u2581cat")
+    assert tokenizer.decode(array([word])) == "cat"
+    assert tokenizer.decode_behind(array(fallback_ids("\u2581the")), array([word])) == " cat"

@@ -134,17 +134,13 @@ BAD = [
     (config(bias="lora_only"), "biases are not supported"),
     (config(lora_bias=True), "lora_bias is not supported"),
     (config(init_lora_weights="pissa_niter_4"), "'pissa_niter_4' changes the base model"),
-    (config(init_lora_weights="loftq"), "'loftq' changes the base model"),
-    (config(lora_alpha=float("inf")), "has an invalid lora_alpha, inf"),
     (config(lora_alpha=10**400), "has an invalid lora_alpha"),
     (config(rank_pattern=[1]), "has an invalid rank_pattern"),
     (config(rank_pattern={"(": 4}), "has an invalid rank_pattern"),
     (config(alpha_pattern="x"), "has an invalid alpha_pattern"),
-    (config(r=5), "has shape.*but adapter_config.json describes"),
     (config(r=MAX_RANK + 1), f"is {MAX_RANK + 1}; adapters of rank 1 to {MAX_RANK}"),
     (config(r=0), "adapters of rank 1 to"),
     (config(r="4"), "the rank of .* is '4'"),
-    (config(r=None), "the rank of .* is None"),
     (config(lora_alpha=None), "invalid lora_alpha"),
     (config(rank_pattern={"q_proj": 3}), "has shape"),
     (tensor("base_model.model.lm_head.lora_A.weight", torch.zeros(4, 64)), "it has .*lm_head.* only q_proj, k_proj"),
@@ -183,8 +179,8 @@ def test_experts_and_routers_take_no_adapter(tmp_path, module):
 
 
 def test_weights_that_are_not_finite_are_refused(model_folder, tmp_path):
-    write_adapter(tmp_path / "a", model_folder)
-    tensor(Q + ".lora_A.weight", torch.full((4, 64), torch.nan))(tmp_path / "a")
-    adapters = check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))
+    write_adapter(tmp_path / "mine", model_folder)
+    tensor(Q + ".lora_A.weight", torch.full((4, 64), torch.nan))(tmp_path / "mine")
+    adapters = check_adapters({"mine": tmp_path / "mine"}, load_config(model_folder))
     with pytest.raises(UserError, match=r"^--lora mine: .*not finite"):
         AdapterPool(load_model(model_folder), adapters)

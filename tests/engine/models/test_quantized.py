@@ -1,26 +1,23 @@
 """Quantized checkpoints give the weights that they describe; those that cannot be read are refused in one line."""
 
 import json
+import shutil
 from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine.attention.plain import PlainAttention
-from engine.executor.runner import Runner
 from engine.models.checkpoint import Checkpoint
 from engine.models.loader import checkpoint_views, load_config, load_model
-from engine.models.packed import quantize_int8
 from engine.models.quantization import read_quantization
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.damage import edit_json
-from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
+from tests.engine.damage import edit_json, tensor
+from tests.engine.forward import prompt_logits
 from tests.engine.models.quantized_formats import FORMATS, compressed, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK
 from tests.engine.models.test_sharding import divided_logits
-from tests.engine.steps import batch_of
 
 TOKENS = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(1))
 MODELS = {
@@ -30,7 +27,12 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=product(FORMATS, MODELS), ids=" ".join)
+OF_EXPERTS = ("int8, not symmetric", "packed, 4 bits, groups, not symmetric", "DeepSeek's fp8")
+CASES = [*((form, "llama with biases") for form in FORMATS), *product(OF_EXPERTS, ("mixtral", "deepseek 3"))]
+"""Every format, and one of each kind of values for models with experts and latent attention."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=" ".join)
 def quantized(request, tmp_path_factory):
     """A folder in each format, and the weights that it describes."""
     form, shape = request.param
@@ -40,35 +42,13 @@ def quantized(request, tmp_path_factory):
 
 
 def test_weights_are_exactly_those_of_the_checkpoint(quantized):
+    """Also those of two ranks, whose logits are those of the whole model."""
     folder, described = quantized
-    views = checkpoint_views(load_model(folder))
-    for name, weight in views.items():
+    model = load_model(folder)
+    for name, weight in checkpoint_views(model).items():
         assert torch.equal(weight, described[name].to(weight.dtype)), name
-
-
-def test_logits_of_a_divided_model_equal_those_of_the_whole(quantized):
-    folder, _ = quantized
-    expected = prompt_logits(load_model(folder), TOKENS.numpy())
+    expected = prompt_logits(model, TOKENS.numpy())
     assert (divided_logits(folder, 2, PlainAttention, TOKENS.numpy()) - expected).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("family", [{}, {"family": "mixtral", "num_local_experts": 4}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounding_of_int8_layers_does_not_depend_on_the_step(tmp_path, monkeypatch, family, dtype):
-    """Products of several tiles."""
-    monkeypatch.setattr("engine.models.packed.TILE", 40 * 64)
-    make_folder(tmp_path, vary=0.3, **family)
-    model = quantize_int8(load_model(tmp_path, dtype=dtype))
-    tokens = TOKENS.numpy()
-
-    def forward(runner, *, start, count):
-        entry = sequence_of(tokens[: start + 1], range(8), computed=start, draft=tokens[start + 1 : start + count])
-        return runner.forward(batch_of([entry], PAGE_SIZE))
-
-    runner = Runner(model, PlainAttention(model.config, 8, PAGE_SIZE, dtype, "cpu"))
-    together = forward(runner, start=0, count=100)
-    for count in (1, 2, 3, 9):
-        assert torch.equal(forward(runner, start=40, count=count), together[40 : 40 + count])
 
 
 INT8, PACKED, FP8 = FORMATS["int8, channels"], FORMATS["packed, 4 bits, groups"], FORMATS["vLLM's fp8"]
@@ -76,23 +56,19 @@ LAYER = "model.layers.0.self_attn.o_proj."
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Files of quantized folders by their format."""
-    files = {}
+def made(tmp_path_factory, model_folder):
+    """Quantized folders by their format."""
+    root = tmp_path_factory.mktemp("quantized")
     for form in (INT8, PACKED, FP8):
-        folder = tmp_path_factory.mktemp("quantized")
-        make_folder(folder)
-        quantize_folder(folder, form)
-        files[id(form)] = folder
-    return files
+        quantize_folder(shutil.copytree(model_folder, root / str(id(form))), form)
+    return root
 
 
 def changed(made, form, to, changes):
-    """Copy a folder with tensors changed; None removes one."""
-    folder = made[id(form)]
-    tensors = load_file(folder / "model.safetensors") | changes
-    save_file({name: each for name, each in tensors.items() if each is not None}, to / "model.safetensors")
-    (to / "config.json").write_text((folder / "config.json").read_text())
+    """Copy a folder with tensors of a layer changed; None removes one."""
+    shutil.copytree(made / str(id(form)), to, dirs_exist_ok=True)
+    for name, value in changes.items():
+        tensor(LAYER + name, value)(to)
     return to
 
 
@@ -116,22 +92,19 @@ def changed(made, form, to, changes):
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(made, tmp_path, monkeypatch, form, changes, message):
-    folder = changed(made, form, tmp_path, {LAYER + name: tensor for name, tensor in changes.items()})
+    folder = changed(made, form, tmp_path, changes)
     monkeypatch.setattr(Checkpoint, "copy_into", None)  # no weights may be read
     with pytest.raises(UserError, match=message) as refusal:
         load_model(folder)
     assert "\n" not in str(refusal.value)
 
 
-def test_values_that_are_not_numbers_are_refused(made, tmp_path):
+def test_values_that_are_not_numbers_are_refused_and_scales_of_activations_are_not_read(made, tmp_path):
+    unread = {"input_scale": torch.full((1,), torch.nan), "k_scale": torch.ones(1)}
+    load_model(changed(made, FP8, tmp_path, unread))
     weight = torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn)
     with pytest.raises(UserError, match=r"o_proj.weight in .* not finite"):
-        load_model(changed(made, FP8, tmp_path, {LAYER + "weight": weight}))
-
-
-def test_tensors_of_activations_are_not_read(made, tmp_path):
-    scales = {f"{LAYER}input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
-    load_model(changed(made, INT8, tmp_path, scales))
+        load_model(changed(made, FP8, tmp_path, {"weight": weight}))
 
 
 METHODS = {

@@ -35,16 +35,9 @@ PUBLISHED = {
 
 
 def fields_of(rope, head_dim, max_positions):
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 10,
-        "hidden_size": 2 * head_dim,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": max_positions,
-        "rope_parameters": dict(rope),
-    }
+    sizes = {"vocab_size": 10, "hidden_size": 2 * head_dim, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": max_positions}
+    return {"architectures": ["LlamaForCausalLM"], **sizes, "rope_parameters": dict(rope)}
 
 
 def turns_of(config, positions):
@@ -69,20 +62,16 @@ def test_long_positions_equal_those_of_transformers(rope):
 
 
 @pytest.mark.parametrize("rope", PUBLISHED.values(), ids=PUBLISHED.keys())
-def test_rotation_does_not_depend_on_the_step(rope):
+def test_rotation_does_not_depend_on_the_step_and_takes_no_memory(rope):
     """Bitwise, since cached keys were rotated in other steps than the queries that use them."""
     config = config_from_hf(fields_of(rope, 64, LONG))
+    assert sum(buffer.numel() for buffer in Decoder(config).buffers()) == 64
     positions = torch.cat((torch.arange(300), torch.randint(LONG, (300,), generator=torch.Generator().manual_seed(0))))
     whole = turns_of(config, positions)
     for count in (1, 2, 7, 64):
         parts = [turns_of(config, part) for part in positions.split(count)]
         for table, pieces in zip(whole, zip(*parts, strict=True), strict=True):
             assert torch.equal(table, torch.cat(pieces))
-
-
-def test_a_long_context_takes_no_memory():
-    config = config_from_hf(fields_of(PUBLISHED["llama 3.1"], 64, 1 << 30))
-    assert sum(buffer.numel() for buffer in Decoder(config).buffers()) == 64
 
 
 @settings(max_examples=100)

@@ -70,14 +70,13 @@ def divided_logits(folder, count, attention, tokens=TOKENS):
         return next(pool.map(run, range(count)))
 
 
-@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_logits_of_a_divided_model_equal_those_of_transformers(tmp_path, shape, count):
+def test_logits_of_a_divided_model_equal_those_of_transformers(tmp_path, shape):
     """Models with latent attention run both the absorbed and the expanded form."""
     reference = make_folder(tmp_path, vary=0.3, **{"initializer_range": 0.1, **shape})
     expected = transformers_logits(reference, torch.from_numpy(TOKENS))
-    has_latents = load_config(tmp_path).latent is not None
-    for attention in (PlainAttention, LatentPlainAttention) if has_latents else (PlainAttention,):
+    attentions = (PlainAttention, PlainAttention if load_config(tmp_path).latent is None else LatentPlainAttention)
+    for count, attention in zip((2, 4), attentions, strict=True):
         got = divided_logits(tmp_path, count, attention)
         assert got.shape == expected.shape
         assert (got - expected).abs().max() < 1e-4
@@ -110,11 +109,7 @@ def test_the_vocabulary_is_loaded_without_layers(model_folder):
         (4, {"family": "qwen3_moe", **QWEN3_EXPERTS, "moe_intermediate_size": 42}, "moe_intermediate_size, 42"),
         (3, {}, "does not divide the model's num_heads, 4"),
         (4, {"intermediate_size": 98}, "does not divide the model's intermediate_size, 98"),
-        (
-            4,
-            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6},
-            "kv_heads, 6, nor is",
-        ),
+        (4, {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}, "kv_heads, 6, nor is"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(tmp_path, count, shape, reason):

@@ -55,21 +55,19 @@ def weights(model_folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_overwritten_weights_are_those_of_a_model_loaded_with_them(folders, form, dtype):
+    """Tensors keep their addresses."""
     old, new = folders
     model = FORMS[form](load_model(old, dtype=dtype))
-    before = prompt_logits(model, TOKENS)
+    before, addresses = prompt_logits(model, TOKENS), addresses_of(model)
     overwrite_weights(model, check_weights(load_model(old, dtype=dtype), new))
     expected = prompt_logits(FORMS[form](load_model(new, dtype=dtype)), TOKENS)
     assert torch.equal(prompt_logits(model, TOKENS), expected)
     assert not torch.equal(before, expected)
+    assert addresses_of(model) == addresses
 
 
-def test_tensors_keep_their_addresses(folders):
-    old, new = folders
-    model = load_model(old)
-    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    overwrite_weights(model, check_weights(model, load_file(new / FILE)))
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+def addresses_of(model):
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("form", ["plain", "packed"])
@@ -165,13 +163,9 @@ def test_paths_that_cannot_be_read_are_refused(model, tmp_path, monkeypatch):
         check_weights(model, tmp_path)
 
 
-def test_a_part_of_a_divided_model_is_refused(model_folder, weights):
+def test_parts_of_a_divided_model_and_quantized_weights_are_refused(model_folder, model, tmp_path, weights):
     with pytest.raises(UserError, match="that --tensor-parallel divides cannot be changed while it runs"):
         check_weights(load_shard(model_folder, Shard(0, 2)), weights)
-
-
-def test_quantized_weights_are_refused(model_folder, tmp_path):
-    shutil.copytree(model_folder, tmp_path / "model")
-    quantize_folder(tmp_path / "model", FORMATS["int8, channels"])
+    quantize_folder(shutil.copytree(model_folder, tmp_path / "model"), FORMATS["int8, channels"])
     with pytest.raises(UserError, match=r"is stored as I8; this engine reads only float weights"):
-        check_weights(load_model(model_folder), tmp_path / "model")
+        check_weights(model, tmp_path / "model")

@@ -114,14 +114,12 @@ def check_logprobs(request, completion):
             np.testing.assert_allclose([expected[other] for other in found.top_ids[index]], found.top[index], atol=1e-4)
 
 
-def check_all(submitted, seed, max_sequences=4, max_step_tokens=40, shape="path", verified="path"):
+def check_all(submitted, seed, max_sequences=4, shape="path", verified="path"):
     """Run requests with drafts of a shape; `verified`: the shape that the engine verifies."""
     expected = [naive_output(request) for request in submitted]
     answers = [answer[0] for answer in expected]
     drafter = (RandomPaths if shape == "path" else RandomTrees)(submitted, answers, VOCAB, seed)
-    engine = fake_engine(
-        drafter, decode, max_sequences=max_sequences, max_step_tokens=max_step_tokens, draft_shape=verified
-    )
+    engine = fake_engine(drafter, decode, max_sequences=max_sequences, max_step_tokens=40, draft_shape=verified)
     completions = engine.generate(submitted)
     assert [as_tuple(*pair) for pair in zip(submitted, completions, strict=True)] == expected
     for request, completion in zip(submitted, completions, strict=True):
@@ -129,37 +127,31 @@ def check_all(submitted, seed, max_sequences=4, max_step_tokens=40, shape="path"
     return completions
 
 
+SHAPES = (("path", "path"), ("tree", "path"), ("tree", "tree"))
+"""Shapes of drafts, and shapes that the engine verifies."""
+
+
 @settings(max_examples=100)
-@given(requests, st.integers(0, 1000), st.integers(1, 4))
-def test_outputs_equal_the_naive_ones(submitted, seed, max_sequences):
-    check_all(submitted, seed, max_sequences)
-
-
-@settings(max_examples=60)
-@given(requests, st.integers(0, 1000), st.integers(1, 4), st.sampled_from(["path", "tree"]))
-def test_outputs_with_trees_equal_the_naive_ones(submitted, seed, max_sequences, verified):
-    check_all(submitted, seed, max_sequences, shape="tree", verified=verified)
+@given(requests, st.integers(0, 1000), st.integers(1, 4), st.sampled_from(SHAPES))
+def test_outputs_equal_the_naive_ones(submitted, seed, max_sequences, shapes):
+    check_all(submitted, seed, max_sequences, *shapes)
 
 
 def penalized_requests():
     rng = np.random.default_rng(1)
-    sampling = {
-        "temperature": 1.0,
-        "frequency_penalty": 1.5,
-        "min_tokens": 15,
-        "max_tokens": 20,
-        "stop_token_ids": (3,),
-    }
-    return [Request(rng.integers(0, VOCAB, 5).astype(np.uint32), SamplingParams(seed=s, **sampling)) for s in range(20)]
+    sampling = {"temperature": 1.0, "frequency_penalty": 1.5, "min_tokens": 15, "max_tokens": 20}
+    return [
+        Request(rng.integers(0, VOCAB, 5).astype(np.uint32), SamplingParams(seed=seed, stop_token_ids=(3,), **sampling))
+        for seed in range(20)
+    ]
 
 
 def test_drafts_are_accepted_under_any_settings():
-    """The tests above are only meaningful if drafts are accepted."""
+    """The test above is only meaningful if drafts are accepted."""
     completions = check_all(penalized_requests(), 0)
     assert sum(completion.accepted for completion in completions) > 100
-    of_trees = check_all(penalized_requests(), 0, shape="tree", verified="tree")
-    of_trunks = check_all(penalized_requests(), 0, shape="tree", verified="path")
-    assert sum(c.steps for c in of_trees) < 0.8 * sum(c.steps for c in of_trunks)
+    trees, trunks = (check_all(penalized_requests(), 0, 4, "tree", verified) for verified in ("tree", "path"))
+    assert sum(each.steps for each in trees) < 0.8 * sum(each.steps for each in trunks)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():

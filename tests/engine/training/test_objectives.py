@@ -13,8 +13,7 @@ from engine.models.layers import PLAIN
 from engine.training import objectives as module
 from engine.training.objectives import TEMPERATURE, cross_entropy, read_windows, run_chains, run_window
 from engine.training.run import Muon, orthogonalize
-from tests.engine.forward import prompt_logits
-from tests.engine.models.heads.test_twins import DenseAttention
+from tests.engine.forward import DenseAttention, prompt_logits
 from tests.engine.training.tiny import CONFIG, new_target, new_windows
 
 TOKENS, STEPS = 12, 4

@@ -10,7 +10,7 @@ import torch
 from engine.executor.kernels.dispatch import kernel
 from engine.executor.kernels.sample import gumbel, gumbel_bound, key
 from engine.sampling.noise import gumbel_noise, mix64, uniforms
-from tests.engine.executor.kernels.implementations import on, require_interpreter
+from tests.engine.executor.kernels.conftest import on, require_interpreter
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -39,21 +39,6 @@ def almost_equal(left, right):
     return differ.float().mean() < 1e-6 and torch.allclose(left, right, rtol=2**-22, atol=2**-30)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cpu":
-        require_interpreter()
-    return on(request.param)
-
-
-def filled(device):
-    """Noise and bounds of the kernel, and noise of PyTorch, float32 [ROWS, COLUMNS] each."""
-    seeds, positions = (column[:ROWS].to(device) for column in random_keys())
-    noise, bounds = (torch.empty(ROWS, COLUMNS, device=device) for _ in range(2))
-    fill[(ROWS,)](seeds, positions, noise, bounds, COLUMNS, 1024)
-    return noise.cpu(), bounds.cpu(), gumbel_noise(seeds, positions, COLUMNS).cpu()
-
-
 @pytest.mark.gpu
 def test_noise_on_a_gpu_equals_noise_on_the_cpu():
     """Keys and uniforms are equal. Logarithms may differ in the last bit of float32."""
@@ -65,13 +50,14 @@ def test_noise_on_a_gpu_equals_noise_on_the_cpu():
     assert almost_equal(gumbel_noise(*there, 5000).cpu(), gumbel_noise(seeds, positions, 5000))
 
 
-def test_noise_of_the_kernel_equals_that_of_pytorch(device):
-    noise, _, expected = filled(device)
-    assert almost_equal(noise, expected)
-
-
-def test_noise_is_below_its_bound(device):
-    _, bounds, noise = filled(device)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_noise_of_the_kernel_equals_that_of_pytorch_and_is_below_its_bound(device):
+    if device == "cpu":
+        require_interpreter()
+    seeds, positions = (column[:ROWS].to(on(device)) for column in random_keys())
+    noise, bounds = (torch.empty(ROWS, COLUMNS, device=device) for _ in range(2))
+    fill[(ROWS,)](seeds, positions, noise, bounds, COLUMNS, 1024)
+    assert almost_equal(noise.cpu(), gumbel_noise(seeds, positions, COLUMNS).cpu())
     above = bounds - noise
     assert (above > 0).all()
     assert above[bounds > 5].max() < 0.01

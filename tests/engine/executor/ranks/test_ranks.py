@@ -1,4 +1,9 @@
-"""Steps on several ranks, each a real process."""
+"""Steps on several ranks, each a real process. If one ends, every rank prints one line, and no process waits."""
+
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -28,6 +33,62 @@ def options_of(folder, count=1, drafter="none", shape="path", **draft_folders):
     )  # fmt: skip
 
 
+TIMEOUT_S = 60
+LEADER = """
+import signal
+import sys
+from pathlib import Path
+import torch
+from engine.executor.ranks.load import load_ranks
+if __name__ == "__main__":
+    model = load_ranks(Path(sys.argv[1]), 2, dtype=torch.float32, device="cpu", threads=1)
+    print(model.group.processes[0].pid, flush=True)
+    signal.pause()
+"""
+
+
+def test_a_step_fails_with_one_line_if_a_rank_was_killed(model_folder, capfd):
+    """Runs before the fixture of divided models, since a process belongs to one group at a time."""
+    options = options_of(model_folder, 4)
+    model = load(options)
+    engine = launch(model, Tokenizer(options.folder), options, print, lambda _: None)
+    engine.add(Request(PATTERN))
+    engine.step()
+    os.kill(model.group.processes[1].pid, signal.SIGKILL)
+
+    def run():
+        for _ in range(5):
+            engine.step()
+
+    with pytest.raises(UserError, match="rank 2 of 4 was killed by SIGKILL, and the engine cannot run without it"):
+        run()
+    model.group.close()
+    assert not any(process.is_alive() for process in model.group.processes)
+    printed = [line.split(":")[:2] for line in capfd.readouterr().err.splitlines()]
+    # A rank that is told to stop before it notices prints nothing.
+    expected = [["error", f" rank {rank} of 4 has lost another rank"] for rank in (1, 3)]
+    assert all(line in expected for line in printed)
+    assert len(printed) == len({line[1] for line in printed})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_idle_engine_ends_with_one_line_if_a_rank_was_killed(tmp_path, model_folder, rank):
+    script = tmp_path / "leader.py"
+    script.write_text(LEADER)
+    process = subprocess.Popen(
+        [sys.executable, script, model_folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    other = int(process.stdout.readline())
+    os.kill([process.pid, other][rank], signal.SIGKILL)
+    _, printed = process.communicate(timeout=TIMEOUT_S)  # returns when both processes have closed stderr
+    if rank == 0:
+        assert printed == "error: rank 1 of 2: rank 0 has ended\n"
+    else:
+        assert printed.startswith("error: rank 1 of 2 was killed by SIGKILL")
+        assert printed.count("\n") == 1
+        assert process.returncode == 1
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with more query heads than ranks; with one per key head and rank, attention rounds differently."""
@@ -44,28 +105,32 @@ def divided(request, folder):
     model.group.close()
 
 
-def outputs(model, options):
-    """Tokens of greedy and sampled requests, and the number of accepted draft tokens."""
+def complete(model, options, submitted):
+    """Run requests together."""
     engine = launch(model, Tokenizer(options.folder), options, print, lambda _: None, verifies_all=True)
+    completions = engine.generate(submitted)
+    engine.close()
+    return completions
+
+
+def tokens(completions):
+    return [each.tokens.tolist() for each in completions]
+
+
+@pytest.mark.parametrize("divided", [4], indirect=True)
+def test_outputs_equal_those_of_one_process(divided, folder, draft_folders):
     submitted = [
         Request(np.tile(PATTERN[: 6 + index], 4), SamplingParams(max_tokens=40, temperature=temperature, seed=index))
         for index, temperature in enumerate((0.0, 0.0, 0.7))
     ]
-    completions = engine.generate(submitted) + engine.generate(submitted)  # the second time, `ssd` knows the answers
-    engine.close()
-    return [each.tokens.tolist() for each in completions], sum(each.accepted for each in completions)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "shape"), [("none", "path"), ("ssd", "path"), ("ssd", "tree"), ("ngram", "path"), ("eagle", "tree")]
-)
-def test_outputs_equal_those_of_one_process(divided, folder, draft_folders, drafter, shape):
-    folders = {drafter: draft_folders[drafter]} if drafter in draft_folders else {}
-    options = options_of(folder, drafter=drafter, shape=shape, **folders)
-    expected, _ = outputs(load(options), options)
-    got, accepted = outputs(divided, options)
-    assert got == expected
-    assert accepted > 0 or drafter != "ssd"
+    alone = options_of(folder)
+    expected = tokens(complete(load(alone), alone, submitted))
+    for drafter, shape in (("ssd", "path"), ("ssd", "tree"), ("eagle", "tree")):
+        folders = {drafter: draft_folders[drafter]} if drafter in draft_folders else {}
+        # The second time, `ssd` knows the answers.
+        completions = complete(divided, options_of(folder, drafter=drafter, shape=shape, **folders), 2 * submitted)
+        assert tokens(completions) == 2 * expected
+        assert sum(each.accepted for each in completions) > 0 or drafter != "ssd"
 
 
 def test_logits_equal_those_of_one_process(divided, folder):

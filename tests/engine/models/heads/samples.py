@@ -67,6 +67,8 @@ def medusa(target, *, seed=0, count=3, blocks=1, has_bias=True):
 
 
 WEIGHTS = "model.safetensors"
+FILES = {"mtp": WEIGHTS, "eagle": WEIGHTS, "eagle3": WEIGHTS, "medusa": "medusa_lm_head.safetensors"}
+"""Names of the files of weights by the kind of head."""
 
 
 def read(folder, file=WEIGHTS):

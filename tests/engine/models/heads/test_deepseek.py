@@ -1,26 +1,18 @@
 """DeepSeek-V3 as published: an MTP layer with latent attention and experts, also in fp8."""
 
 import shutil
-from contextlib import closing
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
-from engine.drafters.autoregressive import AutoregressiveDrafter
-from engine.drafters.sources import DraftSource
-from engine.engine import build_engine
-from engine.models.heads.formats import check_head, load_head
+from engine.models.heads.formats import load_head
 from engine.models.loader import load_config, load_model
-from ssd.baselines.none import NoDrafter
-from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 from tests.engine.damage import edit_json
-from tests.engine.models.heads.test_twins import DenseAttention
+from tests.engine.forward import attend_densely
 from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK, TOKENS
-from tests.engine.test_core import outputs, requests
 
 LAYERS = 2
 PREFIX = f"model.layers.{LAYERS}."
@@ -78,24 +70,9 @@ def test_the_mtp_layer_equals_a_twin(published):
     with torch.inference_mode():
         expected = twin_logits(reference, extra, tokens)
         positions = torch.arange(60)
-        _, states = target.hidden_states(tokens, positions, DenseAttention(), layers=head.hidden_layers)
-        output = head(tokens[1:], head.target_states(states)[:-1], positions[1:], DenseAttention())
+        _, states = target.hidden_states(tokens, positions, attend_densely, layers=head.hidden_layers)
+        output = head(tokens[1:], head.target_states(states)[:-1], positions[1:], attend_densely)
         assert (head.logits(output.hidden) - expected).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize(("depth", "shape"), [(1, "path"), (3, "path"), (3, "tree")])
-def test_drafts_of_the_mtp_layer_do_not_change_greedy_outputs(published, depth, shape):
-    folder, submitted = published[0], requests(4, max_tokens=20)
-    target = load_model(folder)
-    config = EngineConfig(
-        max_sequences=3, max_step_tokens=64, max_draft=4, draft_shape=shape, in_flight=int(shape == "path")
-    )
-    expected = outputs(build_engine(target, config, NoDrafter()), submitted)
-    head = load_head("mtp", folder, target.config, target_folder=folder)
-    head.attach(target)
-    drafter = AutoregressiveDrafter(head, depth=depth, has_trees=shape == "tree", source=DraftSource.MTP)
-    with closing(build_engine(target, config, drafter, has_budget=False)) as engine:
-        assert outputs(engine, submitted) == expected
 
 
 def test_fp8_weights_of_the_mtp_layer_are_dequantized(published, tmp_path):
@@ -109,11 +86,3 @@ def test_fp8_weights_of_the_mtp_layer_are_dequantized(published, tmp_path):
     heads = [load_head("mtp", tmp_path / name, config, target_folder=tmp_path / name) for name in ("fp8", "whole")]
     for left, right in zip(*(head.parameters() for head in heads), strict=True):
         torch.testing.assert_close(left, right)
-
-
-def test_experts_that_the_configuration_does_not_describe_are_refused(published, tmp_path):
-    folder = shutil.copytree(published[0], tmp_path / "model")
-    target = load_config(folder)
-    edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=16)
-    with pytest.raises(UserError, match="has multi-head latent attention"):
-        check_head("mtp", folder, target, target_folder=folder)

@@ -11,6 +11,7 @@ from engine.models.heads.eagle3 import Eagle3Style
 from engine.models.heads.formats import check_head, load_head, save_head
 from engine.models.loader import load_model
 from tests.engine.conftest import make_folder
+from tests.engine.forward import DenseAttention
 from tests.engine.models.heads import samples
 
 
@@ -185,23 +186,6 @@ for name, style in STYLES.items():
     CASES[f"eagle3 of speculators, {name}"] = (options, samples.as_speculators_eagle3)
 KINDS = {"mimo": (samples.mtp, Mtp), "eagle": (samples.eagle, Eagle), "eagle3": (samples.eagle3, Eagle3)}
 """What makes a head, and its twin, by the first word of a case."""
-
-
-class DenseAttention:
-    """Attention of each row to all rows before it, over several calls."""
-
-    def __init__(self):
-        self.keys, self.values = {}, {}
-
-    def __call__(self, layer, query, key, value):
-        before = self.keys.get(layer, key[:0]), self.values.get(layer, value[:0])
-        keys, values = torch.cat((before[0], key)), torch.cat((before[1], value))
-        self.keys[layer], self.values[layer] = keys, values
-        share = query.shape[1] // keys.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(share, 1)) / query.shape[-1] ** 0.5
-        rows = torch.arange(len(keys) - len(query), len(keys))[:, None]
-        scores = scores.masked_fill(torch.arange(len(keys)) > rows, float("-inf"))
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.repeat_interleave(share, 1))
 
 
 @pytest.mark.parametrize("seed", range(2))
