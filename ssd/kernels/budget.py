@@ -277,12 +277,12 @@ def drafts_outcome(addresses, offsets, verified, steps, tokens):  # type: ignore
     sequence took one step.
     """
     budget = open_budget(addresses)
-    sequences, taken, drafted, longest = budget.facts[SEQUENCES], 0, 0, 0
+    sequences, taken, drafted, longest = budget.facts[SEQUENCES], np.int64(0), np.int64(0), np.int64(0)
     for index in range(len(verified)):
-        drafted += verified[index]
+        drafted += np.int64(verified[index])
         longest = max(longest, np.int64(verified[index]))
         if offsets[index + 1] > offsets[index]:
-            taken += np.int64(steps[index]) if len(steps) else 1
+            taken += np.int64(steps[index]) if len(steps) else np.int64(1)
     for index in range(budget.facts[LENGTHS]):
         if budget.lengths[index] >= longest:
             drafted = len(verified) * budget.lengths[index]
