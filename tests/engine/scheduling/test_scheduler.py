@@ -12,7 +12,7 @@ from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine
 from tests.engine.workload import Workload
 from tests.strategies import assert_covered, examples
 
-WORKLOADS = examples(14).max_examples
+WORKLOADS = examples(20).max_examples
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,10 @@ WORKLOADS = examples(14).max_examples
         (0, "path", False, None),
         (1, "path", True, None),
         (2, "tree", False, None),
-        (3, "path", False, 1),
-        (4, "path", True, "any"),
+        (3, "path", False, 0),
+        (4, "path", False, 1),
+        (5, "path", False, "any"),
+        (6, "path", True, "any"),
     ],
 )
 def test_random_workloads_give_the_outputs_of_single_requests(block, shape, has_backoff, in_flight):
