@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.api.engine_process import EngineGoneError
+from engine.api.fields import HARMLESS, REPLACEMENTS
 from ssd.errors import UserError
 
 ERROR_TYPES = {
@@ -40,6 +42,13 @@ ALIASES = {
 """Maps the engine's parameter names to request fields where they differ."""
 CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 """Fields that only chats support. Errors of completions name the endpoint for chats rather than call them unknown."""
+EITHER_TYPE = {
+    "prompt": "a string or a list of token ids, or a list of either",
+    "stop": "a string or a list of strings",
+    "content": "a string or a list of parts of the type text",
+    "tool_choice": "none, auto, required, or an object that names a function",
+}
+"""Descriptions of fields that have several possible types."""
 
 
 class ApiError(Exception):
@@ -86,22 +95,29 @@ def _from_engine(message: str, prompt_field: str) -> ApiError:
 def from_validation(problem: RequestValidationError) -> ApiError:
     """Convert the first problem that pydantic found in a request body."""
     errors = problem.errors()
+    missing = [path for error in errors if error["type"] == "missing" and len(path := _path_of(error)) < 2]
+    if missing:
+        return _missing(missing)
     # For a field of several possible types, prefer the error of the type that was sent over "wrong type" errors.
     place = errors[0]["loc"][:2]
     same_type = [error for error in errors if error["loc"][:2] == place and not error["type"].endswith("_type")]
     first = (same_type or errors)[0]
-    param, message = _param_of(first), str(first["msg"]).removeprefix("Value error, ")
+    path, message = _path_of(first), str(first["msg"]).removeprefix("Value error, ")
+    param = ".".join(path) or None
+    if not same_type and (either := _either_type(path, errors)) is not None:
+        return ApiError(400, f"{either[0]}: must be {either[1]}", param=either[0])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
-    if first["type"] == "model_attributes_type" and param is None and isinstance(first["input"], bytes):
+    if first["type"] == "model_attributes_type" and param is None:
         # FastAPI passes a body on as bytes if its content type is not JSON.
-        return ApiError(400, "send the header Content-Type: application/json")
+        is_unparsed = isinstance(first["input"], bytes)
+        return ApiError(
+            400, "send the header Content-Type: application/json" if is_unparsed else "the body must be a JSON object"
+        )
     if param is None and (found := LEADING_PARAM.match(message)) is not None:
         return ApiError(400, message, param=found[1])
-    if first["type"] == "extra_forbidden" and param in CHAT_FIELDS:
-        return ApiError(400, f"{param}: only chats support it; send messages to /v1/chat/completions", param=param)
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"there is no parameter {param}", param=param, code="unknown_parameter")
+    if first["type"] == "extra_forbidden" and param is not None:
+        return _unknown(param)
     return ApiError(400, f"{param or 'the body'}: {message}", param=param)
 
 
@@ -115,10 +131,40 @@ def from_http(problem: HTTPException) -> ApiError:
     return ApiError(problem.status_code, str(problem.detail))
 
 
-def _param_of(error: Any) -> str | None:
-    """Return the names and indices that lead to a field, joined by dots; None for the body."""
+def _missing(paths: list[list[str]]) -> ApiError:
+    """Return the error for missing fields; an empty path stands for an empty body."""
+    if not paths[0]:
+        message = "the body is empty; send a JSON object with the fields model and prompt, or model and messages"
+        return ApiError(400, message, param="model")
+    names = [name for [name] in paths]
+    return ApiError(400, f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing", param=names[0])
+
+
+def _unknown(param: str) -> ApiError:
+    """Return the error for a field that the server does not have, or only with some values."""
+    if param in CHAT_FIELDS:
+        return ApiError(400, f"{param}: only chats support it; send messages to /v1/chat/completions", param=param)
+    message = f"there is no parameter {param}"
+    if param in HARMLESS:
+        message = f"{param} can only be {' or '.join(map(json.dumps, HARMLESS[param]))}"
+    if param in REPLACEMENTS:
+        message += f"; send {REPLACEMENTS[param]}"
+    return ApiError(400, message, param=param, code="unknown_parameter")
+
+
+def _path_of(error: Any) -> list[str]:
+    """Return the names and indices that lead to a field; [] for the body."""
     # pydantic adds the names of the types that it tried to the path; they are not part of the request.
-    return ".".join(str(part) for part in error["loc"][1:] if not TYPE_NAME.match(str(part))) or None
+    return [str(part) for part in error["loc"][1:] if not TYPE_NAME.match(str(part))]
+
+
+def _either_type(path: list[str], errors: Sequence[Any]) -> tuple[str, str] | None:
+    """Return the parameter of several possible types that a path leads to or into, and what it must be."""
+    for depth, name in enumerate(path, 1):
+        # pydantic reports an error for each type that it tried.
+        if name in EITHER_TYPE and [_path_of(error)[:depth] for error in errors].count(path[:depth]) > 1:
+            return ".".join(path[:depth]), EITHER_TYPE[name]
+    return None
 
 
 def _encodable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Parts of request bodies: constraints on outputs, tools, and values of unknown fields that are accepted."""
+"""Parts of request bodies: constraints on outputs, tools, and fields that the server does not have."""
 
 from __future__ import annotations
 
@@ -150,3 +150,18 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 """Values of fields that the server does not have, which describe what it does anyway. Clients send them by default."""
+REPLACEMENTS: Mapping[str, str] = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "use_beam_search": "n, the number of outputs",
+    "allowed_token_ids": "logit_bias or structured_outputs",
+    "bad_words": "logit_bias or structured_outputs",
+    "skip_special_tokens": "return_token_ids",
+    "prompt_logprobs": "echo with logprobs to /v1/completions",
+    "request_id": "the header X-Request-Id",
+    "guided_json": "response_format with a JSON schema",
+    "guided_regex": "structured_outputs with regex",
+    "guided_choice": "structured_outputs with choice",
+    "structured_outputs.json": "response_format with a JSON schema",
+}
+"""What clients can send in place of fields that the server does not have, or only with one value."""

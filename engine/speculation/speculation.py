@@ -25,12 +25,12 @@ from engine.speculation.draft_tree import straight_lengths
 from engine.speculation.grammar_drafts import follow_grammars
 from engine.speculation.selection import DeviceDrafting, DraftSelection
 from engine.speculation.verify import uses_rejection
-from ssd.acceptance import AcceptanceTable
 from ssd.types import DraftBatch, Path
 
-SCORE = 0.65
-"""Score of all tokens in the table of acceptance rates, which is also the prior of the rates. It does not depend on the
-sampled tokens."""
+DECAY = 0.99
+"""Decay per recorded draft of the counts: an effective window of about 100 drafts."""
+PRIOR_RATE = 0.7
+"""Prior of the rates, with the weight of one draft."""
 
 
 class Speculation:
@@ -53,7 +53,7 @@ class Speculation:
         self._has_trees = config.draft_shape == "tree"
         self._selection = selection
         self._device_drafting = device_drafting
-        self._rates = DepthRates()
+        self._rates = DepthRates(config.max_draft)
 
     @property
     def drafter(self) -> GuardedDrafter:
@@ -148,8 +148,9 @@ class Speculation:
 class DepthRates:
     """Fraction of accepted draft tokens by depth, given that the parent was accepted."""
 
-    def __init__(self) -> None:
-        self._table = AcceptanceTable()
+    def __init__(self, max_draft: int) -> None:
+        self._tried = np.ones(max_draft)
+        self._accepted = np.full(max_draft, PRIOR_RATE)
         self.deepest = 0
         """Largest depth of earlier drafts."""
 
@@ -159,14 +160,16 @@ class DepthRates:
         It has at most `length` tokens, and no more than the deepest of earlier drafts, because the length of the
         present draft may depend on the tokens that were sampled.
         """
-        depths = np.arange(1, min(length, self.deepest) + 1)
-        rates = self._table.accept_prob(np.ones(len(depths), np.bool_), np.full(len(depths), SCORE), depths)
-        return DraftBatch.from_paths([Path(np.zeros(len(depths), np.uint32), rates)])
+        length = min(length, self.deepest)
+        rates = (self._accepted / self._tried)[:length]
+        return DraftBatch.from_paths([Path(np.zeros(length, np.uint32), rates.astype(np.float32))])
 
     def record(self, verified: int, accepted: int) -> None:
         """Count the tokens of a draft by depth: those that could have been accepted, and those that were."""
-        depths = np.arange(1, min(verified, accepted + 1) + 1)
-        self._table.observe(True, np.full(len(depths), SCORE), depths, depths <= accepted)
+        depth = np.arange(1, len(self._tried) + 1)
+        reached = depth <= min(verified, accepted + 1)
+        self._tried = DECAY * self._tried + (1 - DECAY) + reached
+        self._accepted = DECAY * self._accepted + (1 - DECAY) * PRIOR_RATE + (reached & (depth <= accepted))
 
 
 def hide_sampled(drafts: Drafts, is_sampled: np.ndarray, rooms: np.ndarray, rates: DepthRates) -> DraftBatch:

@@ -18,6 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ssd.kernels.cache import KernelCache
+from ssd.kernels.interruption import interruptible
 from ssd.kernels.progress import log_compilation
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -82,14 +83,16 @@ def fields_of(kind: type, *fields: types.Type) -> types.Type:
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     """Compile a function for one signature; it runs without the GIL and is cached on disk.
 
-    Raises UserError if the function is not in the cache, and no folder for the cache is writable.
+    Raises UserError if the function is not in the cache, and no folder for the cache is writable, and KeyboardInterrupt
+    if it is interrupted.
     """
     decorate = _cached(nogil=True, boundscheck=False, error_model="numpy")
 
     def compiled(function: F) -> F:
         began = time.perf_counter()
         dispatcher = decorate(function)
-        dispatcher.compile(returns(*signature))
+        with interruptible():
+            dispatcher.compile(returns(*signature))
         dispatcher.disable_compile()
         if dispatcher.stats.cache_misses:
             log_compilation(time.perf_counter() - began)

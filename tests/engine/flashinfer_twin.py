@@ -129,6 +129,7 @@ class PagedPrefill(Planned):
         causal=False,
         q_data_type=torch.float16,
         kv_data_type=None,
+        uniform_q_len=None,
     ):
         qo, indptr, indices, last = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         pages = None if self.is_graph else int(indptr[-1])
@@ -142,7 +143,7 @@ class PagedPrefill(Planned):
         lengths = (counts - 1) * page_size + last
         if self.is_graph:
             assert causal
-            self.plan_graph(qo, indptr, indices, last)
+            self.plan_graph(qo, indptr, indices, last, lengths.int(), uniform_q_len)
             return
         self.queries, self.keys = qo.diff().tolist(), lengths.tolist()
         assert min(self.keys) >= 0
@@ -153,7 +154,7 @@ class PagedPrefill(Planned):
         else:
             self.masks = [torch.ones(n, m, dtype=torch.bool) for n, m in shapes]
 
-    def plan_graph(self, qo, indptr, indices, last):
+    def plan_graph(self, qo, indptr, indices, last, lengths, uniform_q_len):
         for buffer, array in zip(self.buffers, (qo, indptr, indices, last), strict=True):
             buffer[: len(array)].copy_(array)
             assert array is indices or len(array) == len(buffer)
@@ -161,7 +162,10 @@ class PagedPrefill(Planned):
         assert self.rows in (None, rows)
         self.rows = rows
         before = getattr(self, "_plan_info", None)
-        self._plan_info = fa2.plan(*self.workspaces, qo, indptr, rows, heads, kv_heads, page_size, head_dim)
+        self._plan_info = fa2.plan(
+            *self.workspaces, self.workspaces[1], qo, indptr, lengths, rows, len(last), heads, kv_heads, page_size,
+            True, head_dim, head_dim, True, -1, -1, False, 0, uniform_q_len or 0,
+        )  # fmt: skip
         # A captured graph keeps the plan of its capture.
         assert before in (None, self._plan_info)
 
@@ -171,7 +175,7 @@ class PagedPrefill(Planned):
             assert not return_lse
             out = torch.empty_like(q) if out is None else out
             caches = paged_kv_cache.unbind(dim=1)
-            fa2.paged_run(*self.workspaces, self._plan_info, q, *caches, *self.buffers, out)
+            fa2.paged_run(*self.workspaces, self._plan_info, q, *caches, *self.buffers, out, None, 1, 0, -1, False)
             return out
         rows = q.split(self.queries)
         parts = zip(rows, self.tables, self.keys, self.masks, strict=True)

@@ -16,9 +16,9 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.integrity import check_integrity
 from tests.engine.lora_folders import merged_model, write_adapter
 from tests.engine.sampling.test_grammar_state import END, GRAMMARS
+from tests.engine.test_core import outputs
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
 ADAPTERS = {
@@ -92,13 +92,6 @@ def new_engine(folder, *, drafter="none", config=CONFIG, **settings):
     return build_engine(model, config, built, adapters=pool, drafters=drafter.split("+"), grammars=grammars)
 
 
-def outputs(engine, submitted):
-    """Outputs of all requests run together, with integrity checked after every step."""
-    completions = engine.generate(submitted, observe=lambda _: check_integrity(engine.scheduler))
-    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
-    return [completion.tokens.tolist() for completion in completions]
-
-
 @pytest.mark.parametrize("drafter", ["none", "ngram", "ssd", "recycle", "lookahead", "self-int8", "mtp", "ssd+mtp"])
 def test_outputs_equal_those_of_merged_models(folder, merged, draft_folders, drafter):
     engine = new_engine(folder, drafter=drafter, draft_models=draft_folders)
@@ -109,7 +102,7 @@ def test_outputs_equal_those_of_merged_models(folder, merged, draft_folders, dra
     assert all(completion.cached_tokens == 48 for completion in completions[:8])
     if drafter not in ("none", "ngram", "mtp", "lookahead"):  # random outputs rarely repeat their own n-grams
         assert sum(completion.accepted for completion in completions[:12]) > 0
-    assert sum(completion.by_source["grammar"].accepted for completion in completions[12:]) > 0
+    assert sum(completion.by_source["grammar"].accepted for completion in completions[12:]) > 10
     engine.close()
 
 

@@ -160,7 +160,8 @@ def of_update(expected):
 
 def test_preempted_requests_count_as_begun(engine, new, expected):
     ids, _ = begin(engine, 4)
-    engine.scheduler._preempt(engine.scheduler.running[-1])
+    for sequence in reversed(engine.scheduler.running):
+        engine.scheduler._preempt(sequence)
     engine.update_weights(new)
     assert finished(engine, ids) == of_update(expected)
 
@@ -220,8 +221,13 @@ def test_an_update_from_another_thread_takes_place_between_steps(model_folder, n
 
         def update():
             assert is_stepping.wait(60)
+            # From here on the lock is asked for; the step that holds it waits for this.
+            engine._turns._next.acquire()
             is_asked.set()
-            engine.update_weights(new, version=4)
+            try:
+                engine.update_weights(new, version=4)
+            finally:
+                engine._turns._next.release()
 
         thread = threading.Thread(target=update)
         thread.start()

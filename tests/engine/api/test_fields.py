@@ -13,12 +13,12 @@ import pytest
 
 from engine.api.endpoints import tool_format
 from engine.api.errors import ApiError
-from engine.api.fields import HARMLESS
+from engine.api.fields import HARMLESS, REPLACEMENTS
 from engine.api.schemas import ChatRequest, CompletionRequest
 from engine.api.service import Service
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from tests.engine.api.serving import KEY, MODEL, PROMPTS, complete, eventually, metric
+from tests.engine.api.serving import KEY, MODEL, PROMPTS, complete, eventually, metric, refusal
 from tests.strategies import array
 
 DOCS = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -53,7 +53,27 @@ def test_fields_that_the_server_does_not_have_are_accepted_with_harmless_values_
         given = {field: {part: True} if part else "a value"}
         error = http.post(ROUTES[request_type], json=body_of(request_type, **given)).json()["error"]
         assert (error["param"], error["code"]) == (name, "unknown_parameter")
-        assert error["message"] == f"there is no parameter {name}"
+        assert name in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"guided_backend": "x"}, "there is no parameter guided_backend"),
+        ({"guided_regex": "a"}, "there is no parameter guided_regex; send structured_outputs with regex"),
+        ({"structured_outputs": {"json": {}}},
+         "there is no parameter structured_outputs.json; send response_format with a JSON schema"),
+        ({"skip_special_tokens": False}, "skip_special_tokens can only be true; send return_token_ids"),
+        ({"truncation_side": "both"}, 'truncation_side can only be "left" or "right"'),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_values_and_the_replacement_of_a_field(http, field, message):
+    assert refusal(http, "completions", **field)["message"] == message
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_fields_with_a_replacement_are_documented(name):
+    assert f"`{name}`" in DOCS
 
 
 @pytest.mark.parametrize("request_type", ROUTES)

@@ -156,7 +156,9 @@ def test_workspaces_are_large_enough(heads, sequences, tokens, longest):
                 torch.from_numpy(np.cumsum([0, *own, *more]).astype(np.int32))
                 for own, more in ((counts, others), (spread, after))
             )
-            layouts.add(tuple(fa2.plan(*given, queries, tables, shape.rows, heads[0], heads[1], PAGE_SIZE, heads[2])))
+            sizes = (shape.rows, requests, heads[0], heads[1], PAGE_SIZE, True, heads[2], heads[2])
+            rest = (True, -1, -1, False, 0, 0)
+            layouts.add(tuple(fa2.plan(*given, given[1], queries, tables, tables, *sizes, *rest)))
     assert len(layouts) == 1
 
 

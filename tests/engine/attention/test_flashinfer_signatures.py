@@ -1,13 +1,19 @@
-"""FlashInfer's interface has what the twin in these tests accepts, with the defaults that calls rely on.
+"""FlashInfer's interface accepts our calls, and the twin in these tests accepts nothing else.
 
-That the library itself gives the twin's results is tested on a GPU (test_flashinfer.py, test_chunks.py).
+FlashInfer's own wrappers run on the CPU; only the compiled modules under them are replaced by slow twins. That the
+library itself gives the twin's results is tested on a GPU (test_flashinfer.py, test_chunks.py).
 """
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.engine.flashinfer_twin import TWIN
+from tests.engine import flashinfer_fa2 as fa2
+from tests.engine.attention import test_chunks
+from tests.engine.attention.test_flashinfer import compare
+from tests.engine.flashinfer_twin import TWIN, Library
 
 flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer, though no GPU")
 
@@ -63,3 +69,45 @@ def test_default_arguments_are_unchanged():
         assert found == defaults
     rope = inspect.signature(flashinfer.apply_rope_with_cos_sin_cache_inplace).parameters
     assert rope["is_neox"].default is True
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """FlashInfer's wrappers over twins of their kernels, and twins of its functions with its signatures."""
+    if not torch.cuda.is_available():
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *given, pin_memory=False, **named: empty(*given, **named))
+    module = SimpleNamespace(plan=fa2.plan, paged_run=fa2.paged_run, ragged_run=fa2.ragged_run)
+    monkeypatch.setattr("flashinfer.prefill.get_batch_prefill_module", lambda backend, *_: {"fa2": module}[backend])
+    # The twins read unpacked masks.
+    monkeypatch.setattr("flashinfer.prefill.segment_packbits", lambda mask, indptr, bitorder: (mask, indptr))
+
+    def bound(real, twin):
+        signature = inspect.signature(real)
+
+        def call(*given, **named):
+            signature.bind(*given, **named)
+            return twin(*given, **named)
+
+        return call
+
+    functions = {name: bound(getattr(flashinfer, name), getattr(TWIN, name)) for name in FUNCTIONS}
+    wrappers = {name: getattr(flashinfer, name) for name in WRAPPERS}
+    library = SimpleNamespace(**functions, **wrappers)
+    monkeypatch.setattr("engine.attention.flashinfer.flashinfer", lambda: library)
+    monkeypatch.setattr("engine.attention.flashinfer.WORKSPACE_BYTES", 1 << 26)
+    return library
+
+
+def test_its_wrappers_accept_ragged_steps(library):
+    compare(Library("cpu", torch.float32, 2e-5), 5, sharing=(8, 2))
+
+
+def test_its_wrappers_accept_steps_of_single_tokens(library):
+    compare(Library("cpu", torch.float32, 2e-5), 6, sharing=(8, 2), kinds=("single",))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_its_wrappers_accept_steps_of_fixed_shapes(library, seed, monkeypatch):
+    monkeypatch.setattr(fa2, "LEAST_CHUNK", 2 * test_chunks.PAGE_SIZE)
+    test_chunks.compare(seed, heads=(8, 2), library=library)

@@ -143,6 +143,7 @@ def total(completions, name):
     [
         ("mtp", DEPTH, 0.0, 0),
         ("draft-model", DEPTH, 0.0, 1),
+        ("eagle3", DEPTH, 0.8, 1),
         *((kind, DEPTH, COUPLED, 0) for kind in KINDS),
         ("mtp", 1, COUPLED, 1),  # The step has one further layer and no further pass.
     ],

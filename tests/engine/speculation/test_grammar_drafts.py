@@ -235,7 +235,7 @@ MESSAGE = (
 
 @pytest.fixture
 def limited(model, model_folder, monkeypatch):
-    """A limited with small limits, which are reached soon."""
+    """A compiler with small limits, which are reached soon."""
     monkeypatch.setattr(grammar_state, "SHARED_FUEL", 5_000)
     monkeypatch.setattr(grammar_state, "OWN_FUEL", 20_000)
     return GrammarCompiler(Tokenizer(model_folder), VOCAB, model.config.eos_token_ids)

@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.drafters.drafts import Drafts
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
-from engine.speculation.speculation import SCORE, DepthRates, hide_sampled
+from engine.speculation.speculation import PRIOR_RATE, DepthRates, hide_sampled
 from ssd.baselines.none import NoDrafter
 from ssd.types import DraftBatch, Path
 from tests.engine.chain import VOCAB, answer, chain_engine
@@ -151,20 +151,32 @@ def shown(rates, lengths, sampled, rooms):
 
 
 def test_sampled_drafts_are_as_deep_as_the_deepest_before_and_the_room():
-    rates = DepthRates()
+    rates = DepthRates(16)
     first = shown(rates, [4, 2], [True, False], [16, 16])
     assert np.diff(first.offsets).tolist() == [0, 2]
     # The length of the present draft may depend on its tokens, so it is not shown.
     second = shown(rates, [1, 3, 5, 2], [True, True, True, False], [16, 3, 16, 16])
     assert np.diff(second.offsets).tolist() == [4, 3, 4, 2]
-    np.testing.assert_allclose(second.accept_prob, [*[SCORE] * 11, 0.25, 0.25], rtol=1e-6)
+    np.testing.assert_allclose(second.accept_prob, [*[PRIOR_RATE] * 11, 0.25, 0.25], rtol=1e-6)
     assert np.diff(shown(rates, [1], [True], [16]).offsets).tolist() == [5]
 
 
 def test_rates_are_fractions_of_the_tokens_whose_parent_was_accepted():
-    rates = DepthRates()
+    rates = DepthRates(4)
     rates.deepest = 4
     for accepted in (1, 3) * 400:
         rates.record(3, accepted)
     # One of two second tokens is accepted, and a third token only after a second. No fourth one was verified.
-    np.testing.assert_allclose(rates.path(4).accept_prob, [1, 0.5, 1, SCORE], atol=0.02)
+    np.testing.assert_allclose(rates.path(4).accept_prob, [1, 0.5, 1, PRIOR_RATE], atol=0.02)
+
+
+def test_rates_recover_after_a_bad_phase():
+    """Rates of depths that are no longer verified return to the prior, else these depths would never be tried again."""
+    rates = DepthRates(4)
+    rates.deepest = 4
+    for accepted in (0, 1) * 400:
+        rates.record(4, accepted)
+    assert rates.path(4).accept_prob[1] < 0.02
+    for _ in range(1000):
+        rates.record(1, 1)
+    np.testing.assert_allclose(rates.path(4).accept_prob, [1, *[PRIOR_RATE] * 3], atol=0.02)

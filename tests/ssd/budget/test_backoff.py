@@ -19,7 +19,8 @@ def run(backoff, steps, saved, drafting):
     return made
 
 
-def test_drafts_that_save_more_than_they_cost_never_stop_but_for_steps_that_are_measured_at_growing_intervals():
+def test_drafts_that_save_time_pause_only_for_measurements():
+    """The intervals between the pauses grow."""
     assert all(run(Backoff(), 1000, saved=0.5, drafting=0.4))
     made = run(Backoff(runs=(32, 128)), 32 + 1 + 64 + 1 + 3 * (128 + 1), saved=0.5, drafting=0.4)
     lengths = [len(each) for each in "".join(map(str, map(int, made))).split("0")]

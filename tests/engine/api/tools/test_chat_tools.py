@@ -150,7 +150,7 @@ def function(**fields):
         ({"tool_choice": {"type": "function", "function": {"name": "news"}}}, "there is no tool 'news'", "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "required", "tool_choice.function"),
         ({"tool_choice": "any"}, "must be none, auto, required, or an object", "tool_choice"),
-        ({"tool_choice": 5}, "valid", "tool_choice"),
+        ({"tool_choice": 5}, "must be none, auto, required, or an object", "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "required needs tools", "tool_choice"),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured output", "tool_choice"),
         ({"tool_choice": NAMED, "response_format": {"type": "json_object"}}, "structured output", "tool_choice"),

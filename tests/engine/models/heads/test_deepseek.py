@@ -1,18 +1,25 @@
 """DeepSeek-V3 as published: an MTP layer with latent attention and experts, also in fp8."""
 
 import shutil
+from contextlib import closing
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config import EngineConfig
+from engine.drafters.autoregressive import AutoregressiveDrafter
+from engine.drafters.sources import DraftSource
+from engine.engine import build_engine
 from engine.models.heads.formats import load_head
 from engine.models.loader import load_config, load_model
+from ssd.baselines.none import NoDrafter
 from tests.engine.conftest import make_folder
 from tests.engine.damage import edit_json
 from tests.engine.forward import attend_densely
 from tests.engine.models.quantized_formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK, TOKENS
+from tests.engine.test_core import outputs, requests
 
 LAYERS = 2
 PREFIX = f"model.layers.{LAYERS}."
@@ -73,6 +80,18 @@ def test_the_mtp_layer_equals_a_twin(published):
         _, states = target.hidden_states(tokens, positions, attend_densely, layers=head.hidden_layers)
         output = head(tokens[1:], head.target_states(states)[:-1], positions[1:], attend_densely)
         assert (head.logits(output.hidden) - expected).abs().max() < 1e-4
+
+
+def test_drafts_of_the_mtp_layer_do_not_change_greedy_outputs(published):
+    folder, submitted = published[0], requests(4, max_tokens=20)
+    target = load_model(folder)
+    config = EngineConfig(max_sequences=3, max_step_tokens=64, max_draft=4, in_flight=1)
+    expected = outputs(build_engine(target, config, NoDrafter()), submitted)
+    head = load_head("mtp", folder, target.config, target_folder=folder)
+    head.attach(target)
+    drafter = AutoregressiveDrafter(head, depth=3, has_trees=False, source=DraftSource.MTP)
+    with closing(build_engine(target, config, drafter, has_budget=False)) as engine:
+        assert outputs(engine, submitted) == expected
 
 
 def test_fp8_weights_of_the_mtp_layer_are_dequantized(published, tmp_path):

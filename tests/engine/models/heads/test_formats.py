@@ -70,24 +70,38 @@ WRITTEN = {
 """What makes a head of each kind, the tensors in its file, and fields of its configuration."""
 
 
+def written(folder, model, kind):
+    """Write a head of a kind; return it, the tensors in its file, and the fields of its configuration."""
+    head = WRITTEN[kind][0](model)
+    save_head(head, folder, base_model="org/model")
+    return head, *samples.read(folder, samples.FILES[kind])
+
+
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_heads_are_written_in_their_authors_formats(tmp_path, model, kind):
-    make, names, expected = WRITTEN[kind]
-    head = make(model)
-    save_head(head, tmp_path, base_model="org/model")
-    tensors, fields = samples.read(tmp_path, samples.FILES[kind])
+    _, names, expected = WRITTEN[kind]
+    _, tensors, fields = written(tmp_path, model, kind)
     assert tensors.keys() == names
     assert {name: fields.get(name) for name in expected} == expected
     assert fields["base_model_name_or_path"] == "org/model"
-    if kind == "mtp":
-        assert not tensors[samples.MIMO + BIASES[0]].any()
-        assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight.bfloat16())
-    elif kind == "eagle":
-        assert not tensors["fc.bias"].any()
-    elif kind == "eagle3":
-        assert tensors["d2t"].dtype == torch.int64
-        assert torch.equal(torch.arange(200) + tensors["d2t"], head.draft_vocabulary)
-        assert torch.equal(tensors["t2d"].nonzero().flatten(), head.draft_vocabulary)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mtp", samples.MIMO + BIASES[0]), ("eagle", "fc.bias")])
+def test_biases_that_a_head_lacks_are_written_as_zeros(tmp_path, model, kind, name):
+    _, tensors, _ = written(tmp_path, model, kind)
+    assert not tensors[name].any()
+
+
+def test_an_mtp_layer_is_written_with_the_output_projection_of_the_target(tmp_path, model):
+    _, tensors, _ = written(tmp_path, model, "mtp")
+    assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight.bfloat16())
+
+
+def test_the_vocabulary_of_eagle3_is_written_as_offsets_and_as_a_mask(tmp_path, model):
+    head, tensors, _ = written(tmp_path, model, "eagle3")
+    assert tensors["d2t"].dtype == torch.int64
+    assert torch.equal(torch.arange(200) + tensors["d2t"], head.draft_vocabulary)
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), head.draft_vocabulary)
 
 
 def is_equal(left, right):
