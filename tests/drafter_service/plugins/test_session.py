@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from drafter_service.client import DrafterClient
-from drafter_service.client.copies import TRUSTED_S
 from drafter_service.client.tokenizer import TextTokenizer
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.hints import MAX_WAITING
-from drafter_service.plugins.namespaces import MAX_NAMESPACES, ConnectionLog, namespace_name
+from drafter_service.plugins.namespaces import MAX_NAMESPACES, namespace_name
 from drafter_service.plugins.options import MAX_HINT_CHARS, MAX_HINT_TOKENS, End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
@@ -431,37 +430,6 @@ def test_a_sidecar_that_dies_costs_drafts_until_it_returns(make_session, reports
     assert len(reports) <= 2
     assert all("no connection to the drafter" in report for report in reports)
     assert session.counters.failures == 0
-
-
-LOST = "no connection to the drafter at unix:/run/ssd.sock ({}); continuing without drafts"
-RESUMED = "reconnected to the drafter at unix:/run/ssd.sock; drafting resumes"
-
-
-def test_a_loss_of_several_connections_is_reported_once_and_so_is_its_end(reports):
-    log = ConnectionLog("unix:/run/ssd.sock", reports.append)
-    for number in range(2):
-        for reason in ("it ended the stream", "connection reset", "it ended the stream"):
-            log.lost(reason, is_refused=False)
-        log.resumed()
-        log.resumed()
-        assert reports == [LOST.format("it ended the stream"), RESUMED] * (number + 1)
-
-
-def test_refused_connections_and_losses_do_not_hide_each_other(reports):
-    log, reasons = (
-        ConnectionLog("unix:/run/ssd.sock", reports.append),
-        ["no permission", "it ended", "another tokenizer"],
-    )
-    for reason in [*reasons, reasons[-1]]:
-        log.lost(reason, is_refused=reason != "it ended")
-    log.resumed()
-    assert reports == [*map(LOST.format, reasons), RESUMED]
-
-
-def test_a_loss_says_what_drafts_come_from_meanwhile(reports):
-    ConnectionLog("unix:/run/ssd.sock", reports.append, has_copy=True).lost("connection reset", is_refused=False)
-    (line,) = reports
-    assert f"with drafts from the copy for at most {TRUSTED_S:.0f} s, then from running requests" in line
 
 
 def repeats(host, prompts):
