@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -14,7 +15,6 @@ import pytest
 from drafter_service.client.identity import model_identity
 from drafter_service.plugins.llama_cpp import LOG, TESTED, SsdDraftModel, model_of
 from tests.drafter_service.plugins.helpers import session_of, use_equal_steps
-from tests.drafter_service.raw import eventually
 from tests.servers import served
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; `make hosts` installs it")
@@ -147,7 +147,10 @@ def test_a_killed_sidecar_costs_drafts_only(llama, plain, address, log):
 def wait_for_connection(ssd):
     session_of(ssd).open()
     drafter = session_of(ssd).namespaces.find("", "").drafter
-    eventually(lambda: drafter.lost is None)
+    until = time.monotonic() + 30
+    while drafter.lost is not None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert drafter.lost is None
 
 
 def test_a_file_without_a_vocabulary_runs_with_a_corpus_of_its_name(llama, tmp_path, address, log):
@@ -164,6 +167,23 @@ def test_a_file_without_a_vocabulary_runs_with_a_corpus_of_its_name(llama, tmp_p
     bare.close()
     (line,) = log()
     assert 'has no vocabulary; the corpus is named after the file alone; set "folder" to' in line
+
+
+def test_another_tokenizer_gets_no_drafts_from_the_namespace(llama, plain, tmp_path, address, log):
+    file, tokens = tmp_path / "other.gguf", gguf_model.tokens_of(FOLDER)
+    gguf_model.write_gguf(FOLDER, file, tokens=[*tokens[:1000], *reversed(tokens[1000:])])
+    other = load(file)
+    wanted = completions(other, temperature=0.0)
+    with sidecar(address), drafts(llama, sidecar=address, namespace="shared") as first:
+        completions(llama, temperature=0.0)
+        with drafts(other, sidecar=address, namespace="shared") as second:
+            assert completions(other, temperature=0.0) == wanted
+            assert second.counters.drafted == 0
+        assert completions(llama, temperature=0.0) == plain["greedy"]
+        assert first.counters.accepted > 0
+    other.close()
+    (line,) = log()
+    assert "belongs to another tokenizer" in line
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -115,6 +116,13 @@ def counters(llm):
 
 def session_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler.ssd_session
+
+
+def wait_for_connection(llm):
+    drafter = session_of(llm).namespaces.find("", "").drafter
+    until = time.monotonic() + 30
+    while drafter.lost is not None and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def report(address):
@@ -365,6 +373,32 @@ def test_what_a_trainer_does_between_and_within_rollouts(folder):
     assert expected["first weights"] == [first] * 2
     assert all(one != other for one, other in zip(expected["other weights"][0], first, strict=True))
     assert expected["asleep"]
+
+
+def says_lost_and_resumed(log):
+    """Return whether each loss was logged once, and its end once. On a slow machine there may be several."""
+    pairs = list(zip(log[::2], log[1::2], strict=True))
+    return bool(pairs) and all("no connection" in lost and "drafting resumes" in resumed for lost, resumed in pairs)
+
+
+def no_sidecar():
+    """Start without a sidecar, which is started later."""
+    with socket() as address, engine(8) as llm:
+        outputs = [tokens(generate(llm, prompts()[:5]))]
+        with sidecar(address):
+            wait_for_connection(llm)
+            outputs += [tokens(generate(llm, prompts()[:5])) for _ in range(2)]
+            session_of(llm).close()
+        return {"outputs": outputs, "counters": vars(session_of(llm).counters)}
+
+
+def test_a_sidecar_may_be_started_later(plain, folder):
+    result = run("no_sidecar", folder)
+    assert result["outputs"] == [plain["outputs"][:5]] * 3
+    assert result["counters"]["accepted"] > 0
+    absent, *lines = result["log"]
+    assert "no drafter answers at" in absent
+    assert says_lost_and_resumed(lines)
 
 
 def test_the_example_accepts_drafts(socket_address):
