@@ -25,6 +25,7 @@ from drafter_service.ingest.containers import (
     NOT_TEXT,
     NOTEBOOK,
     SQLITE,
+    VLLM_LOG,
     YAML,
     kind_of,
 )
@@ -368,6 +369,8 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "json.yaml": (record + b"\n" + record, "JSON lines"),
         "front.md": (b"---\ntitle: a\n---\nText\n", NOT_TEXT),
         "a.ipynb": (b'{"nbformat": 4, "cells": []}', NOTEBOOK),
+        "notebook.json": (b'{\n "cells": [{"cell_type": "code", "outputs": [{"text": ["no\\n"]}]}]}', NOTEBOOK),
+        "vllm.log": (b"INFO 11-22 10:00:00 [logger.py:42] Received request cmpl-1-0: prompt: 'a'\n" * 3, VLLM_LOG),
         "server2.log": (b"INFO started\nINFO stopped\n", NOT_TEXT),
         "notes": (b"text", NOT_TEXT),
         "empty.json": (b" \n", EMPTY),
