@@ -105,7 +105,7 @@ def test_drafts_equal_those_of_an_embedded_drafter(service, caller, name):
             assert [step[0].tokens.tolist() for step in pairs[0]] == [step[0].tokens.tolist() for step in pairs[1]]
 
 
-def test_what_is_produced_comes_back_from_the_service(service, caller, name):
+def test_produced_text_comes_back_from_the_service(service, caller, name):
     with replica_of(service, name) as client, replica_of(service, name) as other:
         assert replay_one(client, 1, TEXT[:50], TEXT[50:]) > 200
         for each in (client, other):

@@ -129,7 +129,7 @@ def test_of_too_many_requests_the_least_recently_drafted_one_is_dropped(make_ses
         (End.FINISHED, {"private": True}, False),
     ],
 )
-def test_what_is_learned(host, end, options, is_learned):
+def test_the_end_of_a_request_and_its_options_decide_whether_it_is_learned(host, end, options, is_learned):
     host.add("a", LOOP, RequestOptions(**options))
     host.step(["a"])
     host.end("a", end)
@@ -301,7 +301,7 @@ def test_a_missing_sidecar_costs_drafts_and_is_reported_once(make_session, repor
     assert address in reports[0]
 
 
-def test_what_a_sidecar_does_not_allow_is_reported_once(make_session, reports, socket_address):
+def test_limits_of_a_sidecar_are_reported_once(make_session, reports, socket_address):
     service = FakeService(lambda _text, limit: [1] * limit, max_draft=4, may_learn=False)
     with fake_server_thread(socket_address, service):
         session = make_session({"max_draft": 6}, sidecar=socket_address, drafting="sidecar", deadline_s=10)
@@ -529,7 +529,7 @@ def test_hints_of_ended_requests_are_not_tokenized_and_few_wait(hinted, reports,
     assert (hinted.counters.failures, len(reports)) == (0, 1)
 
 
-@pytest.mark.parametrize("hints", ["日" * 200_000, ["a"] * 200_000, [7] * 40_000], ids=["text", "texts", "ids"])
+@pytest.mark.parametrize("hints", ["日" * 4_000_000, ["a"] * 200_000, [7] * 40_000], ids=["text", "texts", "ids"])
 def test_long_hints_are_cut(hinted, reports, hints):
     hinted.start("a", [1, 2, 3], extras={"hints": hints})
     request = hinted._requests["a"]

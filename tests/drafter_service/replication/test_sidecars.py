@@ -67,6 +67,21 @@ def test_replicas_learn_and_forget_together(replica):
     assert not drafts(two, OTHER)
 
 
+def test_new_and_restarted_replicas_catch_up_without_duplicates(replica):
+    """Text without a name is learned again if it is read again."""
+    one, *_ = replica("one")
+    one.observe("shared", TEXT)
+    eventually(lambda: drafts(one))
+    two, stop_two, _ = replica("two")
+    eventually(lambda: drafts(two))
+    stop_two()
+    one.observe("shared", OTHER)
+    two, *_ = replica("two")
+    eventually(lambda: drafts(two, OTHER) and drafts(two))
+    [namespace] = two.call("ListNamespaces").namespaces
+    assert namespace.tokens == len(TEXT) + len(OTHER) + 2
+
+
 def test_acknowledged_texts_survive_kills_of_a_replica_and_of_redis(redis, replica):
     """A replica publishes a text some milliseconds after it has acknowledged it, so it is killed after that."""
     texts = [[token + 100 * number for token in TEXT] for number in range(24)]

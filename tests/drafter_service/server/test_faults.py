@@ -75,7 +75,7 @@ def during_a_snapshot(caller, folder):
     eventually(is_being_written)
 
 
-def test_a_server_that_is_killed_while_it_merges_or_saves_restores_what_was_saved(tmp_path, socket_address):
+def test_a_server_that_is_killed_restores_what_was_saved_and_one_that_is_terminated_saves(tmp_path, socket_address):
     arguments, learned = ["--listen", socket_address, "--capacity", "1M", "--snapshot-folder", str(tmp_path)], []
     for moment in (during_a_merge, during_a_snapshot, None):
         with served(*arguments) as process, connected(socket_address) as caller:
@@ -92,6 +92,11 @@ def test_a_server_that_is_killed_while_it_merges_or_saves_restores_what_was_save
                 caller.call("Snapshot", namespace="kept")
                 moment(caller, tmp_path)
                 process.kill()
+            else:
+                caller.observe("kept", counted(50), names=["late"])
+                process.terminate()
+                process.wait(TIMEOUT_S)
+    assert load(tmp_path / "kept" / "corpus.ssd").corpus.text_of("late").tolist() == counted(50)
 
 
 # The clock jumps.
