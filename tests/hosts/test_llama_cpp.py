@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -15,6 +14,7 @@ import pytest
 from drafter_service.client.identity import model_identity
 from drafter_service.plugins.llama_cpp import LOG, TESTED, SsdDraftModel, model_of
 from tests.drafter_service.plugins.helpers import session_of, use_equal_steps
+from tests.drafter_service.raw import eventually
 from tests.servers import served
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; `make hosts` installs it")
@@ -147,10 +147,7 @@ def test_a_killed_sidecar_costs_drafts_only(llama, plain, address, log):
 def wait_for_connection(ssd):
     session_of(ssd).open()
     drafter = session_of(ssd).namespaces.find("", "").drafter
-    until = time.monotonic() + 30
-    while drafter.lost is not None and time.monotonic() < until:
-        time.sleep(0.05)
-    assert drafter.lost is None
+    eventually(lambda: drafter.lost is None)
 
 
 def test_a_file_without_a_vocabulary_runs_with_a_corpus_of_its_name(llama, tmp_path, address, log):

@@ -19,13 +19,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from tests.drafter_service.raw import eventually
 from tests.hosts import vllm_server
 from tests.hosts.vllm_server import DEADLINE_S, MODEL, ROOT
 from tests.servers import served
@@ -116,13 +116,6 @@ def counters(llm):
 
 def session_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler.ssd_session
-
-
-def wait_for_connection(llm):
-    drafter = session_of(llm).namespaces.find("", "").drafter
-    until = time.monotonic() + 30
-    while drafter.lost is not None and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def report(address):
@@ -357,7 +350,7 @@ def other_weights():
         yield folder
 
 
-def test_what_a_trainer_does_between_and_within_rollouts(folder):
+def test_a_trainer_changes_weights_between_and_within_rollouts(folder):
     """The prefix cache is reset while requests run, the engine sleeps, and gets other weights, and the first again."""
     expected, result = run("changed_weights", folder), run("training", folder)
     running, counters, versions = (result.pop(name) for name in ("running", "counters", "versions"))
@@ -386,7 +379,8 @@ def no_sidecar():
     with socket() as address, engine(8) as llm:
         outputs = [tokens(generate(llm, prompts()[:5]))]
         with sidecar(address):
-            wait_for_connection(llm)
+            drafter = session_of(llm).namespaces.find("", "").drafter
+            eventually(lambda: drafter.lost is None)
             outputs += [tokens(generate(llm, prompts()[:5])) for _ in range(2)]
             session_of(llm).close()
         return {"outputs": outputs, "counters": vars(session_of(llm).counters)}

@@ -9,7 +9,6 @@ import asyncio
 import importlib.util
 import signal
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -19,6 +18,7 @@ if importlib.util.find_spec("vllm") is None:
 
 import openai
 
+from tests.drafter_service.raw import eventually
 from tests.hosts.test_vllm import prompts, report, says_lost_and_resumed
 from tests.hosts.vllm_files import CHAT_TEMPLATE, make_adapter, make_correction
 from tests.hosts.vllm_server import DEADLINE_S, vllm_server
@@ -292,7 +292,7 @@ def test_canceled_streams_leave_the_others_alone(servers):
 
     plain, drafted = servers.answers(cancel_some)
     assert drafted == [plain] * 2
-    assert_eventually(lambda: servers.drafting.metrics("num_requests_running") == [0])
+    eventually(lambda: servers.drafting.metrics("num_requests_running") == [0])
 
 
 def test_salts_and_adapters_have_corpora_of_their_own(servers, address):
@@ -313,13 +313,6 @@ def test_salts_and_adapters_have_corpora_of_their_own(servers, address):
     names = {namespace["name"] for namespace in report(address)["namespaces"]}
     accepted_of(model="b")
     assert len({namespace["name"] for namespace in report(address)["namespaces"]} - names) == 1
-
-
-def assert_eventually(condition, timeout_s=30):
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 async def load(client):
@@ -353,11 +346,11 @@ def wait_for_drafts(servers, timeout_s=30):
         asyncio.run(ask(servers.drafting, CALLS["completion"]))
         return servers.accepted() > before
 
-    assert_eventually(has_drafts, timeout_s)
+    eventually(has_drafts, timeout_s)
 
 
 def wait_for_requests(servers):
-    assert_eventually(lambda: servers.drafting.metrics("num_requests_running") > [0])
+    eventually(lambda: servers.drafting.metrics("num_requests_running") > [0])
 
 
 def test_a_killed_sidecar_costs_drafts_only(servers):
