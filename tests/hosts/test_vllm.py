@@ -25,7 +25,6 @@ from unittest import mock
 
 import pytest
 
-from tests.drafter_service.raw import eventually
 from tests.hosts import vllm_server
 from tests.hosts.vllm_server import DEADLINE_S, MODEL, ROOT
 from tests.servers import served
@@ -377,6 +376,8 @@ def says_lost_and_resumed(log):
 def no_sidecar():
     """Start without a sidecar, which is started later."""
     with socket() as address, engine(8) as llm:
+        from tests.drafter_service.raw import eventually  # It imports numba, which must not be loaded before vLLM.
+
         outputs = [tokens(generate(llm, prompts()[:5]))]
         with sidecar(address):
             drafter = session_of(llm).namespaces.find("", "").drafter
