@@ -9,8 +9,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 from typing import ClassVar, Self
@@ -298,17 +297,6 @@ class CorpusDrafter(Drafter):
         self.close()
 
     # For the drafter service, which uses `running` as well; not part of the public interface.
-
-    @property
-    def is_sorting(self) -> bool:
-        """Whether a thread sorts prompts, or the next draft is the first one that uses what it has sorted."""
-        return bool(self._unsorted)
-
-    def wait_for_sorting(self) -> None:
-        """Wait until all prompts are sorted, or the drafter is closed. Another thread may call it."""
-        for sorting in [*self._unsorted.values()]:
-            with suppress(CancelledError):
-                sorting.exception()
 
     def draft_unpublished(self, progress: Progress) -> DraftBatch:
         """Do `draft`, except for `publish`. Raises ValueError as `draft`."""

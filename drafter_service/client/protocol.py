@@ -52,7 +52,8 @@ class NamespaceState:
     """A namespace in use, and how much it held before."""
 
     namespace: str
-    tokens: int = 0
+    tokens: int | None = None
+    """None if the service does not say."""
     other: str = ""
     """If it is empty: another namespace with text of the same tokenizer, which the caller may read."""
     other_tokens: int = 0
@@ -62,10 +63,11 @@ class NamespaceState:
     def of(cls, message: pb.Welcome | pb.ObserveResponse) -> NamespaceState:
         """Return the state in a response of the service."""
         held = message.held
-        return cls(message.namespace, held.tokens, held.other, held.other_tokens)
+        tokens = held.tokens if message.HasField("held") else None
+        return cls(message.namespace, tokens, held.other, held.other_tokens)
 
     def __str__(self) -> str:
-        return f"{self.namespace} ({self.tokens:,} tokens)"
+        return self.namespace if self.tokens is None else f"{self.namespace} ({self.tokens:,} tokens)"
 
     def advice(self, how: str) -> str:
         """Return a warning about text that is not used, "" if none is needed. how: what to do, with {} for a name."""
@@ -88,9 +90,9 @@ class Welcome:
     max_draft: int
     """Maximum number of tokens in a draft."""
     max_sequences: int
-    """Maximum number of running sequences that have drafts."""
+    """Maximum number of running sequences that have drafts; 0: unknown."""
     max_tokens: int
-    """Maximum sum of their tokens, prompts included."""
+    """Maximum sum of their tokens, prompts included; 0: unknown."""
     namespace_state: NamespaceState
     """The namespace as it was then."""
 

@@ -11,6 +11,7 @@ ended.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ class Sequences:
         """Number of finished sequences that were discarded instead of learned."""
         self._pending = pending
         self._wire_ids = count(1)
-        self._max_sequences = self._max_bytes = 0
+        self._max_sequences = self._max_bytes = math.inf
         """Number of sequences that the service keeps for this client, and of bytes of their tokens when they start."""
         self._last_starts: Pending | None = None
         """The request with the last part of the starts."""
@@ -136,8 +137,8 @@ class Sequences:
 
     def begin(self, welcome: pb.Welcome) -> None:
         """Begin a stream, on which no sequence is registered yet."""
-        self._max_sequences = welcome.max_sequences
-        self._max_bytes = TOKEN_BYTES * (welcome.max_tokens - welcome.max_tokens // GROWTH)
+        self._max_sequences = welcome.max_sequences or math.inf
+        self._max_bytes = TOKEN_BYTES * (welcome.max_tokens - welcome.max_tokens // GROWTH) or math.inf
 
     def start(self, sequence_id: int, info: pb.Start) -> None:
         """Add a sequence, and send it now if possible, otherwise later."""
@@ -248,7 +249,7 @@ class Sequences:
                 sequence.end_request = pending
         return bool(part)
 
-    def _room(self) -> tuple[int, int]:
+    def _room(self) -> tuple[float, float]:
         """Return how many more sequences the service keeps, and how many bytes of tokens."""
         kept = [each.nbytes for each in (*self.running.values(), *self._ended) if each.wire_id]
         return self._max_sequences - len(kept), self._max_bytes - sum(kept)

@@ -116,8 +116,9 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
             f"damaged files that were set aside may still contain the text: {', '.join(answer.set_aside_files)}; "
             f"to delete them: ssd-drafter drop {namespace} --set-aside"
         )
-    if answer.texts:
-        click.echo(f"forgotten: {answer.texts:,} text{'s' * (answer.texts != 1)}{saved}{others}")
+    if answer.texts or not answer.HasField("texts"):  # Services up to 0.2.0 do not count.
+        count = f": {answer.texts:,} text{'s' * (answer.texts != 1)}" if answer.texts else ""
+        click.echo(f"forgotten{count}{saved}{others}")
     elif request is None:
         click.echo(f"nothing to forget{others}")
     else:

@@ -47,18 +47,14 @@ class SourceFlags:
     quiet: bool = False
     """Show no excerpts of what is found."""
 
-    def reading(
-        self, more: tuple[str, ...], *, whole_prompts: bool, has_origins: bool = False
-    ) -> tuple[list[File], Reading]:
+    def reading(self, more: tuple[str, ...], *, for_replay: bool = False) -> tuple[list[File], Reading]:
         """Return the files, `more` included, and how they are read. Raises UserError."""
         from drafter_service.ingest.files import list_files
         from drafter_service.ingest.reading import Reading, Vocabulary
 
         files = list_files((*self.sources, *more))
         vocabulary = Vocabulary(self.tokenizer) if self.tokenizer else None
-        return files, Reading(
-            vocabulary, self.fields, whole_prompts=whole_prompts, has_origins=has_origins, as_text=self.text
-        )
+        return files, Reading(vocabulary, self.fields, for_replay=for_replay, as_text=self.text)
 
 
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ def warm(given: SourceFlags, more_sources: tuple[str, ...], options: WarmFlags, 
 
     snapshot, namespace, tokenizer, quiet = options.snapshot, options.namespace, given.tokenizer, given.quiet
     capacity = options.capacity
-    files, reading = given.reading(more_sources, whole_prompts=False)
+    files, reading = given.reading(more_sources)
     if given.dry_run:
         preview(files, reading, quiet=quiet)
         return

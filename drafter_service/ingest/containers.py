@@ -34,10 +34,11 @@ SOURCE = (
     "proto ps1 py pyi pyx r rb rkt rs s scala scm scss sh sol sql sv svelte swift tcl tf toml ts tsx v vb vhd vim vue "
     "zig zsh"
 )
+"""Suffixes of source code and configuration, which are learned as text."""
 SOURCE_NAMES = frozenset(("dockerfile", "makefile"))
-"""Suffixes and names, without suffixes, of files that are source code or configuration, which is learned as text."""
+"""Names of such files that have no suffix."""
 PROSE = frozenset((".adoc", ".markdown", ".md", ".org", ".rst", ".tex", ".text", ".txt"))
-"""Suffixes of texts, which are logs only if most of their lines are."""
+"""Suffixes of prose. Unless such a file begins with JSON, it is a log only if half of its first lines are JSON."""
 BY_MAGIC = {
     MAGIC: "snapshot",
     b"PAR1": "Parquet",
@@ -57,9 +58,15 @@ SQLITE = "a database of SQLite; export its messages to JSON"
 BINARY = "a file that is neither text nor of a known format"
 INSPECT = ("_journal/start.json", "_journal/summaries/", "header.json", "summaries.json")
 """Members of Inspect's logs that only repeat facts of the samples in the others."""
-NOT_TEXT = "a file that is neither JSON nor a table, nor source code by its name; --text learns all of it as text"
+NOT_TEXT = (
+    "a file that is neither JSON nor a table, nor source code by its name; --text learns all of it, also what the "
+    "model did not write"
+)
 NOTEBOOK = "a notebook, whose outputs are those of programs; export its answers to JSON, or its code to .py"
 YAML = "YAML, which is not read; convert it to JSON, or --text learns all of it as text, not only the model's part"
+NOTEBOOK_HEAD = re.compile(rb'\s*\{(?=.*"cells"\s*:)(?=.*"(cell_type|nbformat)")', re.DOTALL)
+VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
+VLLM_LINE = re.compile(rb"INFO \d\d-\d\d [^\n]{0,99}Received request \S+:")
 CASSETTE = re.compile(rb"(---\s+)?(http_)?interactions:\s")
 DOCUMENT = re.compile(rb"(---|%YAML)[^\n]*\n(?!\s*[\[{])")
 """Beginnings of YAML: of recordings of HTTP (VCR), and of other documents."""
@@ -154,7 +161,7 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         raise RecordError(opened.problem or EMPTY)
     if b"\0" in head:
         raise RecordError(SQLITE if head.startswith(b"SQLite format 3") else BINARY)
-    if not as_text and suffix == ".ipynb":
+    if not as_text and (suffix == ".ipynb" or NOTEBOOK_HEAD.match(head)):
         raise RecordError(NOTEBOOK)
     if as_text or suffix[1:] in SOURCE.split() or PurePosixPath(opened.file.path).stem.lower() in SOURCE_NAMES:
         return "text"
@@ -169,7 +176,7 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         return "CSV"
     if AIDER_BEGINS.encode() in head:
         return "Markdown chat"
-    raise RecordError(NOT_TEXT)
+    raise RecordError(VLLM_LOG if VLLM_LINE.search(head) else NOT_TEXT)
 
 
 def _kind_of_archive(names: list[str]) -> str:

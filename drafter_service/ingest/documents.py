@@ -44,10 +44,10 @@ class Item(NamedTuple):
 
     name: str
     prompt: Part | None
-    """The last part of the prompt, or the whole prompt with `Reading.whole_prompts`."""
+    """The last part of the prompt, or the whole prompt with `Reading.for_replay`."""
     output: Part
     origin: Origin | None = None
-    """Time, user and session, with `Reading.has_origins`."""
+    """Time, user and session, with `Reading.for_replay`."""
     time: float = math.nan
     """When it was first learned, in seconds since 1970; NaN: now."""
     tag: int = NO_TAG
@@ -70,8 +70,6 @@ class Documents:
     """uint32 [D + 1]: document i is `tokens[offsets[i]:offsets[i + 1]]`; none is empty."""
     names: list[str]
     """D request names, by which documents are forgotten, and recognized when they are loaded again."""
-    prompt_lengths: np.ndarray
-    """uint32 [D]: number of tokens of the prompt in each document."""
     times: np.ndarray
     """float64 [D]: `Item.time`."""
     tags: np.ndarray

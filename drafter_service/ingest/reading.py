@@ -96,10 +96,8 @@ class Reading:
     vocabulary: Vocabulary | None = None
     fields: tuple[str, ...] = ()
     """Fields to read in a record, the output last; empty: the known fields."""
-    whole_prompts: bool = False
-    """Whether documents have whole prompts instead of their ends, with which they are scored."""
-    has_origins: bool = False
-    """Whether times, users and sessions are read."""
+    for_replay: bool = False
+    """Whether documents have whole prompts instead of their ends, and times, users and sessions."""
     block_bytes: int = BLOCK_BYTES
     """Approximate size of a chunk."""
     as_text: bool = False
@@ -117,7 +115,7 @@ class Reading:
         place = read.record.place
         for reason in read.skipped:
             self.faults.record(reason, place)
-        origin = self._origin(read) if self.has_origins else None
+        origin = self._origin(read) if self.for_replay else None
         items = []
         for index, found in enumerate(read.outputs):
             name = found.request or place
@@ -135,7 +133,7 @@ class Reading:
 
     def prefix_of(self, prompt: np.ndarray) -> np.ndarray:
         """Return the tokens of a prompt to learn, as a copy that does not keep the others in memory."""
-        return prompt if self.whole_prompts else prompt[-PREFIX_TOKENS:].copy()
+        return prompt if self.for_replay else prompt[-PREFIX_TOKENS:].copy()
 
     def _origin(self, read: Read) -> Origin:
         """Return the origin of a record; a conversation is a session, unless the record names one."""
@@ -158,7 +156,7 @@ class Reading:
         if prompt is None or self.vocabulary is None:
             return None
         text = self.vocabulary.chat.prompt_text(prompt) if isinstance(prompt, Chat) else prompt
-        return text if self.whole_prompts else text[-PREFIX_CHARS:]
+        return text if self.for_replay else text[-PREFIX_CHARS:]
 
 
 def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np.ndarray, np.ndarray]]:
@@ -191,7 +189,6 @@ def encode(items: Sequence[Item], reading: Reading) -> Documents:
         np.concatenate(parts) if parts else np.empty(0, np.uint32),
         offsets_of(lengths.sum(axis=1)),
         [item.name for item, *_ in found],
-        lengths[:, 0].astype(np.uint32),
         np.array([item.time for item, *_ in found], np.float64),
         np.array([item.tag for item, *_ in found], np.uint32),
     )

@@ -47,7 +47,9 @@ class RemoteSink:
         self._stub = DrafterServiceStub(self._channel)
         self._total = Totals(0, 0, 0)
         self._answer: grpc.Future | None = self._observe(None)
-        self.state = NamespaceState.of(self._wait())
+        self.state = NamespaceState(namespace or f"of {model.name} by default")
+        if (answer := self._wait()).namespace:  # Services up to 0.2.0 do not name it.
+            self.state = NamespaceState.of(answer)
         """The namespace before anything is learned."""
 
     def accept(self, documents: Documents) -> None:

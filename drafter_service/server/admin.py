@@ -6,7 +6,9 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import cache, partial
+
+import structlog
 
 from drafter_service.auth.callers import AuthorizedCall, Right
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
@@ -18,6 +20,8 @@ from drafter_service.server.requests import read_model, read_texts
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError
 from ssd.corpus.sections import SnapshotError
+
+logger = structlog.get_logger(__name__)
 
 TEXTS_PER_TURN = 256
 """Number of texts learned before other tasks of the event loop run."""
@@ -148,18 +152,27 @@ class Admin:
         return message
 
 
+@cache
+def _warn_of_prompt_lengths() -> None:
+    logger.warning("texts.prompt_lengths is deprecated", advice="send only the end of each prompt")
+
+
 async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse) -> None:
     """Learn finished texts at the rate of the index, and add their counts to `total`.
 
     Raises WireError, with no effect, for an invalid message, and ClosedError.
     """
     texts = read_texts(message, namespace.model.vocab_size)
-    for index, (text, name, finished_at, tag) in enumerate(texts):
+    kept = namespace.config.learned_prompt_tokens
+    if message.prompt_lengths:
+        _warn_of_prompt_lengths()
+    for index, (text, name, prompt_length, finished_at, tag) in enumerate(texts):
         if index % TEXTS_PER_TURN == 0:
             await asyncio.sleep(0)
         await namespace.wait_for_room()
-        if namespace.learn(text, name, tag, finished_at=finished_at):
-            total.tokens += len(text)
+        learned = text[max(0, prompt_length - kept) :]
+        if namespace.learn(learned, name, tag, finished_at=finished_at):
+            total.tokens += len(learned)
             total.texts += 1
         else:
             total.duplicates += 1

@@ -56,6 +56,8 @@ class Text(NamedTuple):
     tokens: np.ndarray
     """uint32 [n]."""
     request_id: str | None
+    prompt_length: int
+    """Number of its first tokens that are its prompt."""
     time: float | None
     """When it was first learned, in seconds since 1970, never in the future; None: now."""
     tag: int
@@ -167,6 +169,10 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Iterator[Text]:
     if message.request_ids and len(message.request_ids) != texts:
         raise WireError(f"texts.request_ids has {len(message.request_ids)} elements, not {texts}")
     names = [_read_name(name, f"texts.request_ids[{index}]") for index, name in enumerate(message.request_ids)]
+    lengths = _read_column(message.prompt_lengths, "u4", "prompt_lengths", texts) or [0] * texts
+    for index, (length, size) in enumerate(zip(lengths, np.diff(offsets).tolist(), strict=True)):
+        if length > size:
+            raise WireError(f"texts.prompt_lengths[{index}] is {length}; the text has {size} tokens")
     now = time.time()
     times = _read_column(message.times, "f8", "times", texts) or [now] * texts
     tags = _read_column(message.tags, "u4", "tags", texts) or [NO_TAG] * texts
@@ -176,7 +182,7 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Iterator[Text]:
     runs = (tokens[first:end] for first, end in pairwise(offsets.tolist()))
     # The comparison is false for NaN, which becomes None.
     past = [at if at < now else None for at in times]
-    return map(Text, runs, names or repeat(None), past, tags)
+    return map(Text, runs, names or repeat(None), lengths, past, tags)
 
 
 def _read_column(data: bytes, dtype: Literal["f8", "u4"], name: str, texts: int) -> list[Any] | None:

@@ -309,18 +309,20 @@ class FinishedText(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ..., request_id: _Optional[str] = ..., time: _Optional[float] = ..., tag: _Optional[int] = ...) -> None: ...
 
 class Texts(_message.Message):
-    __slots__ = ("tokens", "offsets", "request_ids", "times", "tags")
+    __slots__ = ("tokens", "offsets", "request_ids", "prompt_lengths", "times", "tags")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     offsets: bytes
     request_ids: _containers.RepeatedScalarFieldContainer[str]
+    prompt_lengths: bytes
     times: bytes
     tags: bytes
-    def __init__(self, tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ..., times: _Optional[bytes] = ..., tags: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ..., prompt_lengths: _Optional[bytes] = ..., times: _Optional[bytes] = ..., tags: _Optional[bytes] = ...) -> None: ...
 
 class ObserveRequest(_message.Message):
     __slots__ = ("namespace", "model", "texts")

@@ -52,11 +52,11 @@ class FakeService(EngineChecker):
         max_draft: int = 64,
         may_learn: bool = True,
         held: pb.Held | None = None,
-        max_tokens: int = 1 << 40,
-        max_sequences: int = 1 << 40,
+        max_tokens: int = 0,
+        max_sequences: int = 0,
     ) -> None:
         """guess: returns the draft path after a text, of at most the given number of tokens. max_tokens, max_sequences:
-        limits of running sequences, beyond which the least recently used are dropped.
+        limits of running sequences, beyond which the least recently used are dropped; 0: no limit.
         """
         super().__init__()
         self.guess, self.max_draft, self.may_learn, self.held = guess, max_draft, may_learn, held
@@ -113,7 +113,7 @@ class FakeService(EngineChecker):
         running = f"sequence {one.sequence_id} was started again"
         self.checks.expect("starts", one.sequence_id not in self.sequences, running)
         text = [*start.texts["prompt"].tolist(), *start.texts["committed"].tolist()]
-        self.checks.expect("starts", len(text) <= self.max_tokens, "the service ends the stream")
+        self.checks.expect("starts", not 0 < self.max_tokens < len(text), "the service ends the stream")
         self.sequences[one.sequence_id] = Known(text, one.request_id, one.learn, len(self.requests))
         self._make_room()
 
@@ -135,7 +135,9 @@ class FakeService(EngineChecker):
 
     def _make_room(self) -> None:
         known = self.sequences
-        while sum(len(one.text) for one in known.values()) > self.max_tokens or len(known) > self.max_sequences:
+        while (0 < self.max_tokens < sum(len(one.text) for one in known.values())) or (
+            0 < self.max_sequences < len(known)
+        ):
             del known[min(known, key=lambda wire_id: known[wire_id].last_request)]
             self.evicted += 1
 

@@ -166,6 +166,23 @@ def test_a_file_without_a_vocabulary_runs_with_a_corpus_of_its_name(llama, tmp_p
     assert 'has no vocabulary; the corpus is named after the file alone; set "folder" to' in line
 
 
+def test_another_tokenizer_gets_no_drafts_from_the_namespace(llama, plain, tmp_path, address, log):
+    file, tokens = tmp_path / "other.gguf", gguf_model.tokens_of(FOLDER)
+    gguf_model.write_gguf(FOLDER, file, tokens=[*tokens[:1000], *reversed(tokens[1000:])])
+    other = load(file)
+    wanted = completions(other, temperature=0.0)
+    with sidecar(address), drafts(llama, sidecar=address, namespace="shared") as first:
+        completions(llama, temperature=0.0)
+        with drafts(other, sidecar=address, namespace="shared") as second:
+            assert completions(other, temperature=0.0) == wanted
+            assert second.counters.drafted == 0
+        assert completions(llama, temperature=0.0) == plain["greedy"]
+        assert first.counters.accepted > 0
+    other.close()
+    (line,) = log()
+    assert "belongs to another tokenizer" in line
+
+
 @contextmanager
 def host_server(file, address):
     """Run the host's server with drafts; yield its URL."""

@@ -349,7 +349,7 @@ def other_weights():
         yield folder
 
 
-def test_what_a_trainer_does_between_and_within_rollouts(folder):
+def test_a_trainer_changes_weights_between_and_within_rollouts(folder):
     """The prefix cache is reset while requests run, the engine sleeps, and gets other weights, and the first again."""
     expected, result = run("changed_weights", folder), run("training", folder)
     running, counters, versions = (result.pop(name) for name in ("running", "counters", "versions"))
@@ -365,6 +365,35 @@ def test_what_a_trainer_does_between_and_within_rollouts(folder):
     assert expected["first weights"] == [first] * 2
     assert all(one != other for one, other in zip(expected["other weights"][0], first, strict=True))
     assert expected["asleep"]
+
+
+def says_lost_and_resumed(log):
+    """Return whether each loss was logged once, and its end once. On a slow machine there may be several."""
+    pairs = list(zip(log[::2], log[1::2], strict=True))
+    return bool(pairs) and all("no connection" in lost and "drafting resumes" in resumed for lost, resumed in pairs)
+
+
+def no_sidecar():
+    """Start without a sidecar, which is started later."""
+    with socket() as address, engine(8) as llm:
+        from tests.drafter_service.raw import eventually  # It imports numba, which must not be loaded before vLLM.
+
+        outputs = [tokens(generate(llm, prompts()[:5]))]
+        with sidecar(address):
+            drafter = session_of(llm).namespaces.find("", "").drafter
+            eventually(lambda: drafter.lost is None)
+            outputs += [tokens(generate(llm, prompts()[:5])) for _ in range(2)]
+            session_of(llm).close()
+        return {"outputs": outputs, "counters": vars(session_of(llm).counters)}
+
+
+def test_a_sidecar_may_be_started_later(plain, folder):
+    result = run("no_sidecar", folder)
+    assert result["outputs"] == [plain["outputs"][:5]] * 3
+    assert result["counters"]["accepted"] > 0
+    absent, *lines = result["log"]
+    assert "no drafter answers at" in absent
+    assert says_lost_and_resumed(lines)
 
 
 def test_the_example_accepts_drafts(socket_address):

@@ -19,7 +19,7 @@ if importlib.util.find_spec("vllm") is None:
 import openai
 
 from tests.drafter_service.raw import eventually
-from tests.hosts.test_vllm import prompts, report
+from tests.hosts.test_vllm import prompts, report, says_lost_and_resumed
 from tests.hosts.vllm_files import CHAT_TEMPLATE, make_adapter, make_correction
 from tests.hosts.vllm_server import DEADLINE_S, vllm_server
 from tests.servers import served
@@ -367,12 +367,7 @@ def test_a_killed_sidecar_costs_drafts_only(servers):
     servers.restart_sidecar()
     wait_for_drafts(servers)
     asyncio.run(ask(servers.drafting, load))  # A connection is reported after some responses.
-    # Each loss is logged once, and its end once. On a slow machine there may be several.
-    lines = servers.drafting.warnings()[logged:]
-    assert lines
-    for lost, resumed in zip(lines[::2], lines[1::2], strict=True):
-        assert "no connection" in lost
-        assert "drafting resumes" in resumed
+    assert says_lost_and_resumed(servers.drafting.warnings()[logged:])
 
 
 def accepted_of_load(servers):

@@ -63,7 +63,7 @@ def advise(given: SourceFlags, more_sources: tuple[str, ...], options: AdviseFla
     for path in filter(None, (out, config)):
         check_writable(path)
     profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu or "h100", options.model_size)
-    files, reading = given.reading(more_sources, whole_prompts=True, has_origins=True)
+    files, reading = given.reading(more_sources, for_replay=True)
     if given.dry_run:
         preview(files, reading, quiet=given.quiet)
         return

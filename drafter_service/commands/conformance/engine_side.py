@@ -20,7 +20,6 @@ from google.protobuf.message import DecodeError
 from drafter_service.commands.conformance.checks import RULES, Checks
 from drafter_service.server.requests import StartedSequence, read_finish, read_start
 from drafter_service.server.session import error_response
-from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
     PROTOCOL,
@@ -257,14 +256,7 @@ class EngineChecker:
     def welcome(self, hello: pb.Hello) -> pb.Welcome:
         """Return the answer to a hello."""
         name = hello.namespace or "conformance"
-        return pb.Welcome(
-            protocol=PROTOCOL,
-            namespace=name,
-            may_learn=True,
-            max_draft=MAX_DRAFT,
-            max_sequences=Limits.sequences,
-            max_tokens=Limits.stream_tokens,
-        )
+        return pb.Welcome(protocol=PROTOCOL, namespace=name, may_learn=True, max_draft=MAX_DRAFT)
 
     def start(self, stream: EngineStream, start: StartedSequence) -> None:
         """Start a sequence, which may be one that must start again."""

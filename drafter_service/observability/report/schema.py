@@ -323,7 +323,8 @@ class NamespaceReport(CounterTables):
         description="The versions of the policy whose rollouts ended last, at most 16, ascending. Null: no rollouts.",
     )
     shadow: ShadowReport | None = Field(
-        default=None, description="Since the namespace was loaded. Null: no request was in shadow mode."
+        default=None,
+        description="Since the namespace was loaded. Null: no token was committed in shadow mode.",
     )
     budget: BudgetReport = Field(description="Since the namespace was loaded.")
     memory_bytes: Count = Field(description="Memory of the namespace, in bytes.")

@@ -48,8 +48,10 @@ def in_shadow(shadow: ShadowReport | None) -> str:
     """Return a sentence about the drafts that were withheld; empty if there were none."""
     if shadow is None:
         return ""
-    accepted, tokens_per_step = units.share(shadow.drafting.acceptance), units.ratio(shadow.drafting.tokens_per_step)
-    return f"shadow: drafts would have given {tokens_per_step} tokens per step (acceptance {accepted})."
+    drafting = shadow.drafting
+    tokens, tokens_per_step = units.counted(drafting.committed, "token"), units.ratio(drafting.tokens_per_step)
+    accepted = units.share(drafting.acceptance)
+    return f"shadow: over {tokens}, drafts would have given {tokens_per_step} tokens per step (acceptance {accepted})."
 
 
 def remarks(namespace: NamespaceReport) -> list[str]:

@@ -78,6 +78,16 @@ async def test_without_a_callers_file_everybody_has_every_right(holding):
         assert await service.call("any", access=holding("some")) == "everybody"
 
 
+@run
+async def test_callers_keep_their_rights_when_the_file_is_damaged(callers, holding, caplog):
+    async with guarded(AccessConfig(callers=callers), clock=Clock()) as service:
+        replace_file(callers, "[[caller]]\nname = ")
+        service.clock.now += 1
+        assert await service.call("a-1", access=holding("secret-a")) == "a"
+        assert "callers.toml" in caplog.text
+        assert "remain in force" in caplog.text
+
+
 def test_client_reloads_a_changed_token(tmp_path):
     path = tmp_path / "token"
     path.write_text("old\n")

@@ -29,9 +29,7 @@ def test_a_stream_begins_with_the_handshake(fake, connect):
 
 def test_the_service_says_what_it_allows(fake, connect):
     fake.service.max_draft, fake.service.may_learn = 16, False
-    assert connect(namespace="team-a").welcome == Welcome(
-        "team-a", False, 16, 1 << 40, 1 << 40, NamespaceState("team-a")
-    )
+    assert connect(namespace="team-a").welcome == Welcome("team-a", False, 16, 0, 0, NamespaceState("team-a"))
 
 
 def test_forgetting_needs_the_service(fake, connect):

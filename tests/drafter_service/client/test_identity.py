@@ -1,4 +1,4 @@
-"""What the files of a model say of its identity."""
+"""The identity of a model, which is read from its files."""
 
 import hashlib
 import json
@@ -130,7 +130,7 @@ def test_quantizations_of_a_gguf_model_share_a_namespace():
         *(("config.json", content, "vocab_size") for content in ("{}", "[]", "nonsense", '{"vocab_size": "many"}')),
     ],
 )
-def test_what_a_folder_lacks_is_named(folder, tmp_path, file, content, word):
+def test_an_error_names_what_a_folder_lacks(folder, tmp_path, file, content, word):
     with pytest.raises(UserError, match=r"adapter_model\.safetensors"):
         model_identity(folder, adapter=tmp_path)
     (folder / file).unlink()

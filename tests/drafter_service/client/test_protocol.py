@@ -452,6 +452,7 @@ def test_token_ids_outside_the_vocabulary_are_not_sent():
 
 
 def test_the_state_of_a_namespace_is_printed_with_advice_about_text_elsewhere():
+    assert str(NamespaceState("a")) == "a"
     assert str(NamespaceState("a", 1234)) == "a (1,234 tokens)"
     assert NamespaceState("a", 1234).advice("give {}") == ""
     held = pb.Held(other="b", other_tokens=5000)
@@ -459,3 +460,4 @@ def test_the_state_of_a_namespace_is_printed_with_advice_about_text_elsewhere():
     expected = "namespace a is empty, but namespace b holds 5,000 tokens of the same tokenizer; to use that one, give b"
     assert advice == expected
     assert NamespaceState("a", 0, "b").advice("give {}") == expected.replace("5,000 tokens", "text")
+    assert NamespaceState.of(pb.ObserveResponse(namespace="a")) == NamespaceState("a")

@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -103,7 +105,7 @@ def test_drafts_equal_those_of_an_embedded_drafter(service, caller, name):
             assert [step[0].tokens.tolist() for step in pairs[0]] == [step[0].tokens.tolist() for step in pairs[1]]
 
 
-def test_what_is_produced_comes_back_from_the_service(service, caller, name):
+def test_produced_text_comes_back_from_the_service(service, caller, name):
     with replica_of(service, name) as client, replica_of(service, name) as other:
         assert replay_one(client, 1, TEXT[:50], TEXT[50:]) > 200
         for each in (client, other):
@@ -316,8 +318,12 @@ def test_copies_outlive_a_service_that_stalls_and_equal_one_that_was_killed(tmp_
             process.send_signal(signal.SIGSTOP)
             try:
                 assert has(clients[0], 100)  # A service that does not answer costs nothing at first.
+                monkeypatch.setattr(copies, "TRUSTED_S", 1.0)
+                eventually(lambda: not has(clients[0], 100))
             finally:
                 process.send_signal(signal.SIGCONT)
+            eventually(lambda: has(clients[0], 100))
+            monkeypatch.undo()
             for client in clients:
                 produce(client, 10)
             forget(clients[0], "text-3")
@@ -344,6 +350,13 @@ def test_copies_outlive_a_service_that_stalls_and_equal_one_that_was_killed(tmp_
             late = {hash_of(f"text-{number}") for number in range(20, 60)}
             assert eventually(lambda: (texts := held()) and late < texts and texts).isdisjoint(forgotten)
             assert {client.copy.snapshots for client in clients} == {2}
+
+
+def test_copies_equal_the_corpus_after_kills():
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        command = [sys.executable, "-m", "tests.drafter_service.killed_replicas", folder, "2", "2"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_missing_service_and_shadow_mode_are_errors(socket_address, monkeypatch):

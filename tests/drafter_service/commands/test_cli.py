@@ -18,14 +18,18 @@ import pytest
 from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
+from drafter_service.client.identity import model_identity
 from drafter_service.commands import main as cli
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.settings.tree import AccessConfig, SnapshotsConfig, load_settings
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceServicer
 from ssd.config import DrafterConfig
 from ssd.corpus.snapshot import load
 from ssd.types import ROOT
 from tests.certificates import Authority
 from tests.drafter_service.ingest.loads import MODEL
+from tests.drafter_service.observability.report.samples import reporting
 from tests.drafter_service.raw import batch, connected, drafted, drafts_in, eventually, start
 from tests.servers import served, serving
 
@@ -75,6 +79,25 @@ def service():
                 reader=["--address", address, "--token-file", path / "reader"],
                 token=[("authorization", "Bearer admin")],
             )
+
+
+class OldService(DrafterServiceServicer):
+    """Answers as services up to 0.2.0, which neither count what they forget nor name the namespace of `Observe`."""
+
+    def Forget(self, _request, _context):  # noqa: N802
+        return pb.ForgetResponse()
+
+    def Observe(self, _request, _context):  # noqa: N802
+        return pb.ObserveResponse(texts=1, tokens=5)
+
+
+def test_services_that_count_less_are_understood(run, socket_address, tmp_path):
+    log = tmp_path / "a.py"
+    log.write_text("a = 1")
+    with reporting(socket_address, OldService()):
+        assert run("forget", "a", "--request", "r", "--address", socket_address) == (0, "forgotten\n", "")
+        code, _, err = run("warm", "--address", socket_address, "--tokenizer", MODEL, "--from", log, "--quiet")
+    assert (code, re.search("into the namespace (.*)", err)[1]) == (0, f"of {model_identity(MODEL).name} by default")
 
 
 def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):

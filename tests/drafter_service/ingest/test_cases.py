@@ -59,7 +59,7 @@ def test_every_case_is_read_as_expected(path, vocabulary):
         assert outputs == json.loads((CASES / "expected.json").read_text())[path.name]
     assert bool(reading.faults.count) <= (path.name in COUNTED), reading.faults.summary
     if path.name in PROMPTS:
-        first = next(_items(path, Reading(vocabulary, whole_prompts=True)))
+        first = next(_items(path, Reading(vocabulary, for_replay=True)))
         assert PROMPTS[path.name] in _text(first.prompt)
 
 

@@ -25,6 +25,7 @@ from drafter_service.ingest.containers import (
     NOT_TEXT,
     NOTEBOOK,
     SQLITE,
+    VLLM_LOG,
     YAML,
     kind_of,
 )
@@ -179,13 +180,13 @@ def test_requests_of_batches_are_joined_with_their_responses(tmp_path, vocabular
     write_jsonl(tmp_path / "1.jsonl", [{"custom_id": name, "body": {"messages": [user]}} for name in ("a", "b")])
     response = {"body": {"choices": [{"message": answer}]}}
     write_jsonl(tmp_path / "2.jsonl", [{"custom_id": "a", "response": response, "error": None}])
-    documents, reading = documents_in(tmp_path, reading=Reading(vocabulary, whole_prompts=True))
+    documents, reading = documents_in(tmp_path, reading=Reading(vocabulary, for_replay=True))
     expected = [tokenized("<|user|>import os<|end|><|assistant|>") + tokenized("def f")]
     assert list(documents.values()) == expected
     assert counts_of(reading.faults) == {NO_RESPONSE: 1}
     assert reading.faults.by_reason[NO_RESPONSE].places == [f"{tmp_path}/1.jsonl:2"]
     write_jsonl(tmp_path / "1.jsonl", [{"custom_id": "a", "params": {"messages": [user]}}])
-    documents, _ = documents_in(tmp_path, reading=Reading(vocabulary, whole_prompts=True))
+    documents, _ = documents_in(tmp_path, reading=Reading(vocabulary, for_replay=True))
     assert list(documents.values()) == expected
     (tmp_path / "11.jsonl").write_bytes((tmp_path / "1.jsonl").read_bytes())
     documents, _ = documents_in(tmp_path, reading=Reading(vocabulary))
@@ -208,7 +209,7 @@ def test_text_records_have_the_end_of_their_prompt_as_prefix(tmp_path, vocabular
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": "print(f())\n"}])
     (document,) = documents_in(path, reading=Reading(vocabulary))[0].values()
     assert document == tokenized(prompt)[-PREFIX_TOKENS:] + tokenized("print(f())\n")
-    (document,) = documents_in(path, reading=Reading(vocabulary, whole_prompts=True))[0].values()
+    (document,) = documents_in(path, reading=Reading(vocabulary, for_replay=True))[0].values()
     assert document == tokenized(prompt) + tokenized("print(f())\n")
 
 
@@ -368,6 +369,8 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "json.yaml": (record + b"\n" + record, "JSON lines"),
         "front.md": (b"---\ntitle: a\n---\nText\n", NOT_TEXT),
         "a.ipynb": (b'{"nbformat": 4, "cells": []}', NOTEBOOK),
+        "notebook.json": (b'{\n "cells": [{"cell_type": "code", "outputs": [{"text": ["no\\n"]}]}]}', NOTEBOOK),
+        "vllm.log": (b"INFO 11-22 10:00:00 [logger.py:42] Received request cmpl-1-0: prompt: 'a'\n" * 3, VLLM_LOG),
         "server2.log": (b"INFO started\nINFO stopped\n", NOT_TEXT),
         "notes": (b"text", NOT_TEXT),
         "empty.json": (b" \n", EMPTY),

@@ -124,7 +124,7 @@ def test_drafts_of_the_network_that_no_host_can_verify(host):
 
 
 @pytest.mark.parametrize("networks", [[None], [["a"]], [[1], [2]]])
-def test_what_is_no_draft_costs_a_step_without_one(networks):
+def test_an_invalid_draft_costs_a_step_without_one(networks):
     host = Host()
     host.session.start("a", PROMPT)
     assert [len(draft) for draft in host.session.draft([("a", PROMPT)], 0, 0, networks)] in ([0], [6])

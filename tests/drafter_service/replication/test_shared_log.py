@@ -116,7 +116,7 @@ async def test_new_replica_reads_from_its_position(log):
 
 
 @run
-async def test_what_was_forgotten_is_not_learned_from_entries_that_are_read_or_written_later(log):
+async def test_forgotten_text_is_not_learned_from_entries_that_are_read_or_written_later(log):
     client = connect(log.url)
     stream, text = RedisStream(client, log.prefix, "namespace"), np.ones(3, np.uint32)
     async with replicas_of(log, 1) as (other,):

@@ -1,5 +1,6 @@
 """Two real sidecars that share a log in a real Redis."""
 
+import json
 from contextlib import ExitStack
 
 import pytest
@@ -65,6 +66,23 @@ def test_replicas_learn_and_forget_together(replica):
     two.call("DropNamespace", namespace="shared")
     eventually(lambda: not drafts(one, OTHER))
     assert not drafts(two, OTHER)
+
+
+def test_new_and_restarted_replicas_catch_up_without_duplicates(replica):
+    """A replica with a snapshot reads only what was published after it."""
+    one, *_ = replica("one")
+    one.observe("shared", TEXT)
+    eventually(lambda: drafts(one))
+    two, stop_two, _ = replica("two")
+    eventually(lambda: drafts(two))
+    stop_two()
+    one.observe("shared", OTHER)
+    two, *_ = replica("two")
+    eventually(lambda: drafts(two, OTHER) and drafts(two))
+    [namespace] = two.call("ListNamespaces").namespaces
+    assert namespace.tokens == len(TEXT) + len(OTHER) + 2
+    log = json.loads(two.call("Report").json)["service"]["log"]
+    assert (log["consumed_tokens"], log["duplicates"]) == (len(OTHER), 0)
 
 
 def test_acknowledged_texts_survive_kills_of_a_replica_and_of_redis(redis, replica):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from ssd.config import DrafterConfig
 from ssd.corpus.sections import SnapshotError
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import batch, connected, counted, eventually, lost, start, texts
-from tests.drafter_service.server.opened_namespaces import still_namespace
+from tests.drafter_service.server.opened_namespaces import draft_of, still_namespace
 from tests.servers import serving
 from tests.strategies import array
 
@@ -65,6 +66,18 @@ def test_observed_text_is_learned_once(caller, name):
     assert (response.tokens, response.texts, response.duplicates) == (40, 1, 1)
     assert caller.observe(name).texts == 0
     eventually(lambda: drafts_of(caller, name, 100, 200, 300) == [[108], [208], [308]])
+
+
+def test_only_the_end_of_a_prompt_is_learned():
+    config = replace(DRAFTING, learned_prompt_tokens=3)
+    with still_namespace(config) as namespace:
+        message, total = texts(counted(0), counted(100), counted(200), names=["a", "b", "c"]), pb.ObserveResponse()
+        message.prompt_lengths = pack(array([30, 2, 40]), "u4")
+        asyncio.run(learn(namespace, message, total))
+        assert total == pb.ObserveResponse(tokens=13 + 40 + 3, texts=3)
+        namespace.corpus.refresh()
+        [*drafts] = (draft_of(namespace, context, limit=1) for context in ([25, 26], [27, 28], [100, 101], [237, 238]))
+        assert drafts == [[], [29], [102], [239]]
 
 
 def test_texts_outside_the_vocabulary_are_refused_without_effect(caller, name):

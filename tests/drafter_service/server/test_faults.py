@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -34,6 +35,7 @@ from tests.drafter_service.raw import (
     eventually,
     finish,
     hello,
+    lost,
     start,
     texts,
 )
@@ -48,6 +50,53 @@ MB = 1_000_000
 
 def resident_bytes(process):
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+# Killed.
+
+
+def during_a_merge(caller, _folder):
+    """Begin a merge of much text into the base tier."""
+    for part in np.random.default_rng(0).integers(0, 50_000, (10, 20_000)):
+        assert caller.observe("kept", part).tokens
+
+
+def during_a_snapshot(caller, folder):
+    """Begin to write a snapshot."""
+    caller.observe("kept", np.random.default_rng(1).integers(0, 50_000, 300_000))
+    saving = caller.begin("Snapshot", namespace="kept")
+
+    def is_being_written():
+        nonlocal saving
+        if saving.done():
+            saving = caller.begin("Snapshot", namespace="kept")
+        return [*(folder / "kept").glob(".*.part")]
+
+    eventually(is_being_written)
+
+
+def test_a_server_that_is_killed_restores_what_was_saved_and_one_that_is_terminated_saves(tmp_path, socket_address):
+    arguments, learned = ["--listen", socket_address, "--capacity", "1M", "--snapshot-folder", str(tmp_path)], []
+    for moment in (during_a_merge, during_a_snapshot, None):
+        with served(*arguments) as process, connected(socket_address) as caller:
+            for first in learned:
+                assert caller.probe("kept", counted(first)[:8], limit=1) == [first + 8]
+            # The sequences are lost, and have drafts once they are registered again.
+            stream = caller.stream("kept")
+            assert lost(stream.exchange(batch=batch({1: [3]}))) == [1]
+            again = start(1, [1, 2, 3, 1, 2], committed=np.array([3], np.uint32).tobytes())
+            assert stream.draft(1, starts=[again], limit=2) == [1, 2]
+            if moment is not None:
+                learned.append(100_000 + 100 * len(learned))
+                caller.observe("kept", counted(learned[-1]))
+                caller.call("Snapshot", namespace="kept")
+                moment(caller, tmp_path)
+                process.kill()
+            else:
+                caller.observe("kept", counted(50), names=["late"])
+                process.terminate()
+                process.wait(TIMEOUT_S)
+    assert load(tmp_path / "kept" / "corpus.ssd").corpus.text_of("late").tolist() == counted(50)
 
 
 # The clock jumps.

@@ -74,11 +74,18 @@ def test_a_refusal_names_the_field(read, message):
         read()
 
 
+def with_prompts(lengths, message):
+    message.prompt_lengths = pack(array(lengths), "u4")
+    return message
+
+
 def test_texts_are_read():
     read = read_texts(texts([1, 2], [], [3], names=["a", "", "b"]), vocab_size=4)
     assert [(each.tokens.tolist(), each.request_id) for each in read] == [([1, 2], "a"), ([], None), ([3], "b")]
     [one] = read_texts(texts([1]), vocab_size=0)
-    assert one.request_id is None
+    assert (one.request_id, one.prompt_length) == (None, 0)
+    both = read_texts(with_prompts([1, 0], texts([1, 2], [3])), vocab_size=0)
+    assert [each.prompt_length for each in both] == [1, 0]
     assert not [*read_texts(texts(), vocab_size=0)]
 
 
@@ -95,6 +102,9 @@ def test_texts_are_read():
         (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 2, 1, 2]), "u4")), "texts.offsets must increase"),
         (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 3, 2]), "u4")), "texts.offsets must increase"),
         (pb.Texts(offsets=b"123"), "texts.offsets has 3 bytes"),
+        (with_prompts([1], texts([1, 2], [3])), "texts.prompt_lengths has 1 elements, not 2"),
+        (with_prompts([1, 2], texts([1, 2], [3])), r"texts.prompt_lengths\[1\] is 2; the text has 1 tokens"),
+        (pb.Texts(prompt_lengths=b"123"), "texts.prompt_lengths has 3 bytes"),
         (pb.Texts(times=bytes(8)), "texts.times has 1 elements, not 0"),
         (pb.Texts(tags=bytes(3)), "texts.tags has 3 bytes"),
         (pb.Texts(offsets=bytes(8), tags=pack(array([1 << 16]), "u4")), "texts.tags holds 65536; a tag has 16 bits"),

@@ -85,7 +85,7 @@ START = MAGIC + framed(b"") + HANDSHAKE
         (START + HEADER.pack(100) + b"x", True, "OK", ""),
     ],
 )
-def test_what_is_no_stream_ends_the_connection_with_a_status(address, data, half_closed, code, reason):
+def test_data_that_is_no_stream_ends_the_connection_with_a_status(address, data, half_closed, code, reason):
     status, details = end_after(address, data, half_closed=half_closed)
     assert status.name == code
     assert reason in details

@@ -154,7 +154,7 @@ def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_one(store):
         assert store.has("a")
 
 
-def test_what_is_not_a_file_is_an_error_and_stays(store):
+def test_a_path_that_is_not_a_file_is_an_error_and_stays(store):
     store.make_folder("a")
     os.mkfifo(store.corpus_path("a"))
     for look in (lambda: store.has("a"), lambda: store.read("a", 100_000, 8)):

@@ -1,6 +1,7 @@
 """Draft streams of the real server: handshakes, drafts, and refusals with their status."""
 
 import asyncio
+import itertools
 import json
 import tempfile
 from functools import partial
@@ -90,9 +91,10 @@ def caller(calling):
         yield caller
 
 
-def test_a_handshake_is_answered(caller, name):
+@pytest.mark.parametrize("engine", ["node-1:1", ""])
+def test_a_handshake_is_answered(caller, name, engine):
     stream = caller.stream()
-    engine = {"client": "vllm/0.32.0 ssd-drafter/0.1.0", "engine": "node-1:1"}
+    engine = {"client": "vllm/0.32.0 ssd-drafter/0.1.0", "engine": engine}
     greeting = pb.Hello(protocol=3, namespace=name, **engine)
     response = stream.exchange(step=3, hello=greeting, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
     assert (response.step, response.welcome.protocol, response.welcome.namespace) == (3, 3, name)
@@ -115,6 +117,19 @@ def test_drafts_have_the_shape_that_the_engine_verifies(caller, name, shape):
     response = caller.stream().exchange(hello=handshake, starts=[start(1, [5, 6, 7, 5, 6, 8, 5, 6])], batch=wanted)
     parents = drafts_in(response.drafts, 1).parents_of(0).tolist()
     assert parents.count(ROOT) == (2 if shape == "tree" else 1)
+
+
+def test_an_old_namespace_serves_clients_that_send_the_configuration(caller):
+    """Also copies of its folder, once a client of its own folder was there."""
+    old = {"name": "Old-1B", "tokenizer": "old", "vocab_size": 500}
+    new = {**old, "vocabulary": "v", "configuration": "llama:c"}
+    copied = {**new, "name": "copied", "tokenizer": "saved again"}
+    names = [caller.stream("", **model).welcome.namespace for model in (old, new, copied, old)]
+    assert names[0].startswith("Old-1B-")
+    assert {*names} == {names[0]}
+    assert caller.observe("", model=pb.Model(**copied)).namespace == names[0]
+    (row,) = [row for row in caller.call("ListNamespaces").namespaces if row.name == names[0]]
+    assert row.is_default
 
 
 def test_an_empty_namespace_names_another_one_with_text_of_the_same_tokenizer(caller, name):
@@ -164,6 +179,15 @@ def test_a_stream_without_a_handshake_is_refused(caller, first):
     stream = caller.stream()
     stream.send(first)
     assert stream.refusal() == (INVALID_ARGUMENT, "the first request of a stream has no hello")
+
+
+def test_streams_learn_from_each_other_and_have_separate_sequences(caller, name):
+    first, second = caller.stream(name), caller.stream(name)
+    first.exchange(starts=[start(1, [1, 2, 3])])
+    assert lost(second.exchange(finishes=[finish(1)])) == [1]
+    first.exchange(finishes=[finish(1, [4, 5, 6])])
+    sequence_ids = itertools.count(2)
+    assert eventually(lambda: second.draft(i := next(sequence_ids), starts=[start(i, [1, 2, 3])], limit=3)) == [4, 5, 6]
 
 
 def test_the_sequences_of_a_stream_end_with_it(caller, name):

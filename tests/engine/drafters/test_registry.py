@@ -46,7 +46,7 @@ def test_every_kind_has_a_help_text():
 def test_the_engine_does_not_wait_for_long_prompts_to_be_sorted():
     drafter = build_drafter("ssd", CONFIG)
     drafter.start(1, np.arange(2 * LONG_PROMPT, dtype=np.uint32))
-    assert drafter.is_sorting
+    assert drafter._unsorted
     drafter.close()
 
 

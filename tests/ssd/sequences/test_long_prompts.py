@@ -1,7 +1,8 @@
 """Prompts that a thread sorts while their sequences run."""
 
 import logging
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future, wait
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -74,14 +75,14 @@ def test_tokens_of_steps_before_the_prompt_is_sorted_are_indexed_with_it(seed, e
         drafter.finish(1, array([]))
         patch.setattr(base, "LONG_PROMPT", 1)
         drafter.start(2, text[:at], session_id="s")
-        assert drafter.is_sorting
+        assert drafter._unsorted
         for number, added in enumerate([*steps, 0]):
             if number == min(sorted_at, len(steps)):
                 held.run()
             drafter.draft(progress_of({2: text[at : at + added]}, limit=added % 3))
             at += added
             assert index_in(drafter, 2).tokens.tolist() == text[:at].tolist()
-        assert not drafter.is_sorting
+        assert not drafter._unsorted
         assert_indexes(index_in(drafter, 2), text.tolist(), CONFIG.match_depth)
 
 
@@ -100,7 +101,7 @@ def test_drafts_come_from_the_corpus_until_the_prompt_is_sorted():
 def test_the_thread_sorts_prompts_for_the_next_draft():
     with new_drafter() as drafter:
         drafter.start(1, PROMPT)
-        drafter.wait_for_sorting()
+        wait(drafter._unsorted.values(), timeout=60)
         assert draft_of(drafter, 1, PROMPT[500:505]) == PROMPT[505:508].tolist()
         [thread] = drafter._sorter._threads
     thread.join(60)
@@ -111,13 +112,13 @@ def test_short_prompts_are_sorted_at_once():
     with new_drafter() as drafter:
         HeldSorting(drafter)
         drafter.start(1, PROMPT[:LONG_PROMPT])
-        assert not drafter.is_sorting
+        assert not drafter._unsorted
         assert draft_of(drafter, 1, PROMPT[500:505]) == PROMPT[505:508].tolist()
         # The new part of a turn is short as well.
         drafter.start(2, PROMPT[:LONG_PROMPT], session_id="s")
         drafter.finish(2, PROMPT[LONG_PROMPT:], learn=False)
         drafter.start(3, np.append(PROMPT, PROMPT[:5]), session_id="s")
-        assert not drafter.is_sorting
+        assert not drafter._unsorted
 
 
 def test_a_sequence_may_end_before_its_prompt_is_sorted():
@@ -160,12 +161,12 @@ def test_a_prompt_that_cannot_be_sorted_is_not_searched(caplog):
         drafter.finish(1, array([]))
 
 
-def test_closing_ends_the_wait_for_prompts_that_are_not_sorted():
+def test_closing_cancels_or_ends_the_sorting_of_prompts():
     drafter = new_drafter()
     drafter.start(1, np.arange(200_000, dtype=np.uint32))
     drafter.start(2, PROMPT)
     waited = [*drafter._unsorted.values()]
     drafter.close()
-    drafter._unsorted = dict(enumerate(waited))
-    drafter.wait_for_sorting()
-    assert all(each.done() for each in waited)
+    for sorting in waited:
+        with suppress(CancelledError):
+            sorting.exception(timeout=60)

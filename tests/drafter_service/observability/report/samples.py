@@ -22,7 +22,7 @@ from drafter_service.observability.report.schema import ClientTotals, CorpusRepo
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from ssd.budget.totals import BudgetTotals, size_of
-from ssd.stats import PROB_BINS, Stats
+from ssd.stats import PROB_BINS, Stats, VersionTotals
 
 NOW = 1_795_000_000.0
 HOUR = 3600.0
@@ -76,6 +76,7 @@ def busy_namespace(name="default", steps=2_000_000, **changes):
     """Return facts of a namespace in use. Up to a million steps, no two of its totals are equal."""
     stats = Stats()
     fill(stats, steps)
+    stats.record_version(12_345, VersionTotals(77, 401, 997, 640, 519))
     appended = 9 * steps
     capacity = 16_000_000
     facts = {

@@ -59,6 +59,7 @@ def test_values_are_those_of_the_report():
     assert f"differ by {units.share(known.calibration.error)} on average" in words
     draft = known.draft_latency
     assert f"p50 {units.duration(draft.p50_s)}, p90 {units.duration(draft.p90_s)}" in words
+    assert "12345 77 " in words
     assert f"{units.span(5, 8)} 90 30.0 ms 24.0 ms > 8,192 4 1.50 s 1.00 s" in words
     first = known.by_position[0]
     line = next(line for line in text.split("\n") if line.startswith(" 1 "))
@@ -107,6 +108,6 @@ def test_shadow_mode_is_a_sentence():
     assert "shadow" not in printed(build_report(service(new_namespace(shadow=stats))))
     stats.record_path(1000, 700, 600, steps=400)
     report = build_report(service(new_namespace(shadow=stats)))
-    sentence = "shadow: drafts would have given 2.50 tokens per step (acceptance 86%)."
+    sentence = "shadow: over 1,000 tokens, drafts would have given 2.50 tokens per step (acceptance 86%)."
     assert sentence in " ".join(printed(report).split())
     assert sentence in render_page(report)

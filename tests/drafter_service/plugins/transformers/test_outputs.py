@@ -298,7 +298,7 @@ def every_seventh(ids, scores, **_):
     ],
     indirect=["one_or_batch"],
 )
-def test_what_is_not_supported_is_decoded_without_drafts(model, ssd, log, one_or_batch, reason, arguments):
+def test_unsupported_requests_are_decoded_without_drafts(model, ssd, log, one_or_batch, reason, arguments):
     arguments = {"max_new_tokens": 3, **arguments}
     plain = outputs(model, one_or_batch, **arguments)
     for _ in range(2):

@@ -227,7 +227,7 @@ def test_chunked_prompts_and_preemption(make_engine):
     assert session_of(engine).counters.accepted > 0
 
 
-def test_what_ended_a_request_decides_whether_it_is_learned(make_engine):
+def test_the_reason_of_the_end_decides_whether_a_request_is_learned(make_engine):
     from vllm.v1.request import RequestStatus
 
     engine = make_engine()

@@ -81,7 +81,7 @@ def test_without_a_variant_the_host_runs_as_without_the_plug_in(log, monkeypatch
     assert [line.endswith("; serving without drafts") for line in log] == [True] * 2
 
 
-def test_what_cannot_work_is_refused(monkeypatch):
+def test_settings_that_cannot_work_are_refused(monkeypatch):
     for scheduler, is_asynchronous in (({}, True), ({"scheduler": ASYNC_SCHEDULER}, False)):
         config = vllm_config(speculation=V1, is_asynchronous=is_asynchronous, **scheduler)
         with pytest.raises(ValueError, match="ssd-drafter: the "):
