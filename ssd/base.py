@@ -23,9 +23,19 @@ from ssd.corpus.rollout import Rollout
 from ssd.kernels.probabilities import GLOBAL
 from ssd.sequences.local_index import LocalIndex, Unsorted
 from ssd.sequences.running import Idle, IdleSessions, Running, RunningById
-from ssd.sequences.tables import IS_SHARED, NO_POINTER, OWNER, POINTERS, TOTALS, Sequences
+from ssd.sequences.tables import (
+    IS_SHARED,
+    LIVE_END,
+    NO_POINTER,
+    OWNER,
+    POINTERS,
+    PUBLISHED,
+    SIZE,
+    TOTALS,
+    Sequences,
+)
 from ssd.stats import Stats, VersionTotals
-from ssd.types import PROPOSE_ID, DraftBatch, Drafter, Progress, check_sequence_id, offsets_of
+from ssd.types import PROPOSE_ID, DraftBatch, Drafter, Progress, check_sequence_id
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +82,6 @@ class CorpusDrafter(Drafter):
         if self._owns_corpus:
             self.corpus.maintain(config.refresh_interval_s)
         self._remember = remember or self.corpus.append
-        self._is_publishing = False
         self._sequences = Sequences(config.max_draft)
         self.running = RunningById(self._sequences)
         """The running sequences."""
@@ -121,7 +130,6 @@ class CorpusDrafter(Drafter):
         running = Running(
             first_learned,
             len(text),
-            len(text),
             session_id,
             request_id,
             turns | {request_id},
@@ -135,14 +143,13 @@ class CorpusDrafter(Drafter):
             sorting = self._sorter.submit(unsorted.sort)
         else:
             local.adopt(unsorted.sort())
-        is_shared = learn and self.PUBLISHES
-        owner = self.corpus.start_running(text[first_learned:] if is_shared else None, running.tag)
+        owner = self.corpus.start_running()
         try:
             running.row = self._sequences.add(
                 local,
                 owner,
                 is_predicted=hinted > 0 and len(text) == len(prompt),
-                is_shared=is_shared,
+                shared_from=first_learned if learn and self.PUBLISHES else None,
                 tag=running.tag,
                 seed=seed,
                 hinted=hinted,
@@ -162,7 +169,7 @@ class CorpusDrafter(Drafter):
         cost outside (0, 1].
         """
         drafts = self.draft_unpublished(progress)
-        self.publish(progress)
+        self.publish()
         return drafts
 
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
@@ -227,12 +234,10 @@ class CorpusDrafter(Drafter):
             raise ValueError(f"the corpus has match depth {corpus.depth}, this drafter {self.config.match_depth}")
         before, self.corpus = self.corpus, corpus
         for running in self.running:
-            state, tokens = self._sequences.state[running.row], self._sequences.local(running.row).tokens
+            state = self._sequences.state[running.row]
             before.end_running(int(state[OWNER]))
-            prefix = tokens if state[IS_SHARED] and self.PUBLISHES else None
-            state[OWNER] = corpus.start_running(prefix, running.tag)
+            state[OWNER], state[PUBLISHED], state[LIVE_END] = corpus.start_running(), state[SIZE], 0
             state[POINTERS + 3 * GLOBAL] = NO_POINTER
-            running.published = len(tokens)
         if self._owns_corpus:
             before.close()
             self._owns_corpus = False
@@ -243,7 +248,6 @@ class CorpusDrafter(Drafter):
         for running in self.running:
             running.is_kept = False
             self._withdraw(running)
-            self.corpus.hide_running(self._owner_of(running))
 
     def learnable_of(self, sequence_id: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
         """Return what would be remembered if a running sequence ended now.
@@ -306,10 +310,10 @@ class CorpusDrafter(Drafter):
             self._adopt_sorted()
         return self._step(self.running.rows_of(progress.sequence_ids.tolist()), progress)
 
-    def publish(self, progress: Progress) -> None:
+    def publish(self) -> None:
         """Offer the tokens of the last `draft_unpublished` to other sequences; call it before anything else."""
         if self.PUBLISHES:
-            self._publish(self.running.last_rows, progress)
+            self.corpus.publish(self._sequences.state, self.running.last_rows)
 
     def forget_own(self, request_id: str) -> int:
         """Forget what was produced under a request id and is not in the corpus yet; return the number of sequences.
@@ -325,7 +329,6 @@ class CorpusDrafter(Drafter):
                 forgotten += running.learn
                 running.learn = False
                 self._withdraw(running)
-                self.corpus.hide_running(self._owner_of(running))
         return forgotten
 
     def end_sessions_before(self, moment: float) -> None:
@@ -354,40 +357,16 @@ class CorpusDrafter(Drafter):
                 logger.warning("a prompt is not searched, since it was not sorted: %s", type(problem).__name__)
 
     def _withdraw(self, running: Running) -> None:
-        """Stop offering single tokens of a running sequence to others, see `ssd.kernels.fallback`."""
+        """Stop offering what a running sequence produces to others."""
         state = self._sequences.state[running.row]
         if state[IS_SHARED]:
             state[IS_SHARED] = 0
+            self.corpus.live.end(int(state[OWNER]))
             self.corpus.fallback.remove_output(self._sequences.local(running.row).tokens, running.given)
 
     def _owner_of(self, running: Running) -> int:
         """Return a sequence's number in the live tier."""
         return int(self._sequences.state[running.row, OWNER])
-
-    def _publish(self, rows: np.ndarray, progress: Progress) -> None:
-        """Add the committed tokens to the live tier while other sequences run that could draft them."""
-        if self._is_publishing != self.corpus.has_several_running:
-            self._is_publishing = not self._is_publishing
-            self._switch_publishing(rows, progress)
-        if self._is_publishing:
-            self.corpus.extend_running(self._sequences.state[rows, OWNER], progress.tokens, progress.offsets)
-
-    def _switch_publishing(self, rows: np.ndarray, progress: Progress) -> None:
-        """Publish the tokens committed since publishing stopped, or record how many were published when it stops."""
-        committed = dict(zip(rows.tolist(), np.diff(progress.offsets.astype(np.int64)).tolist(), strict=True))
-        depth = self.config.match_depth
-        for running in self.running:
-            tokens = self._sequences.local(running.row).tokens
-            tokens = tokens[: len(tokens) - committed.get(running.row, 0)]
-            missed, running.published = tokens[running.published :], len(tokens)
-            if not self._is_publishing or len(missed) == 0:
-                continue
-            if len(missed) > depth:
-                self.corpus.skip_running(self._owner_of(running), tokens[-depth:])
-            else:
-                # A gap would need a prefix of up to `depth` tokens, which is no shorter than the missed tokens.
-                owner = np.array([self._owner_of(running)], np.int64)
-                self.corpus.extend_running(owner, missed, offsets_of(np.array([len(missed)], np.uint32)))
 
 
 def _fitted(config: DrafterConfig, corpus: Corpus) -> DrafterConfig:

@@ -12,7 +12,6 @@ from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import TokenBudget
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
-from ssd.corpus.view import LIVE
 from ssd.kernels.match import TIER_COLUMNS
 from ssd.kernels.step import DONE, NEEDS_ROOM, REFUSED, Model, StepFrame, step
 from ssd.sequences.local_index import FRESH_ROOM
@@ -167,9 +166,9 @@ class SuffixDrafter(CorpusDrafter):
     def _run(self, batch: Batch, drafts: Drafted, least: float) -> tuple[int, int]:
         """Call the kernel. Views are local to this call, so that the frames of a kept exception do not hold them."""
         view, libraries = self.corpus.view, self.corpus.library_views
-        tiers = np.concatenate([each.arrays.tiers[:LIVE] for each in libraries]) if libraries else NO_LIBRARIES
+        tiers = np.concatenate([each.arrays.tiers for each in libraries]) if libraries else NO_LIBRARIES
         try:
-            return step(self._frame.addresses, view.addresses, tiers, *batch, *drafts, least)
+            return step(self._frame.addresses, view.addresses, self.corpus.live.addresses, tiers, *batch, *drafts, least)
         except TypeError:
             # The kernel has no version for arrays of types other than those of `Progress`.
             return REFUSED, 0

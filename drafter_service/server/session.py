@@ -86,7 +86,7 @@ class Session:
         if self._unrecorded is None:
             return
         (batch, drafts), self._unrecorded = self._unrecorded, None
-        self._drafter.publish(batch)
+        self._drafter.publish()
         self._drafter.running.record_use()
         self._make_room()
         self._use.engine_steps += 1

@@ -18,7 +18,7 @@ from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.suffix_array import common_length, key_is_less, place_of
-from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS
+from ssd.corpus.view import RING_HEAD, RING_SLOTS
 from ssd.kernels.jit import Int, LongRows, Longs, TokensOut, inline, kernel, peek
 from ssd.kernels.match import TIER_SIZE, TIER_SUFFIXES, TIER_TEXT
 from ssd.sequences.tables import SIZE, TEXT, TOTALS
@@ -136,16 +136,16 @@ def most_frequent_continuation(tiers, ring, context, end, longest, most, draft):
     """
     limit, slots = len(draft), ring[RING_SLOTS]
     length = 0
-    for tier in range(LIVE):
+    for tier in range(len(tiers)):
         _, before, behind = place_of(
             tiers[tier, TIER_TEXT], tiers[tier, TIER_SUFFIXES], tiers[tier, TIER_SIZE], context, end, min(longest, end)
         )
         length = max(length, max(before, behind))
     if length == 0 or limit == 0:
         return 0, 0, 0, 0
-    firsts, total = np.empty(LIVE, np.int64), 0
-    ends = np.empty(LIVE, np.int64)
-    for tier in range(LIVE):
+    firsts, total = np.empty(len(tiers), np.int64), 0
+    ends = np.empty(len(tiers), np.int64)
+    for tier in range(len(tiers)):
         text, suffixes, size = tiers[tier, TIER_TEXT], tiers[tier, TIER_SUFFIXES], tiers[tier, TIER_SIZE]
         firsts[tier] = _first_of_equal(text, suffixes, size, context, end, length)
         total += place_of(text, suffixes, size, context, end, length)[0] - firsts[tier]

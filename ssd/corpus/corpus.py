@@ -22,13 +22,13 @@ import numpy as np
 
 from ssd.config import MAX_MATCH_DEPTH, DrafterConfig
 from ssd.corpus.index import Index, MergeTimes, State
-from ssd.corpus.live import LiveTier
 from ssd.corpus.requests import NO_NAME, Forget, Text, hash_of
 from ssd.corpus.ring import SEPARATOR, check_tokens
 from ssd.corpus.view import RING_HEAD, View
 from ssd.errors import UserError
 from ssd.kernels.fallback import FallbackTable
 from ssd.kernels.learned import LearnedTables
+from ssd.kernels.live import LiveTier
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,6 @@ RETRY_S = 1.0
 
 MIN_WAITING = 1 << 20
 """Least value of `Corpus.max_waiting`, in tokens."""
-MAX_LIVE_CHANGES = 1 << 14
-"""Number of changes of the live tier that may wait for the next refresh: some megabytes, seconds of many engines."""
 
 
 class Corpus:
@@ -69,9 +67,6 @@ class Corpus:
         self._forgets: list[Forget] = []
         """Commands that the index has not executed yet; they stay here if it fails."""
         self._owners = itertools.count()
-        self._live_changes: deque[Callable[[LiveTier], None]] = deque()
-        self._has_live_gap = False
-        """Whether changes were left out; then the live tier forgets all running requests with the next refresh."""
         self._running = 0
         self._appended = self._indexed = 0
         self._read = 0
@@ -82,6 +77,7 @@ class Corpus:
         self._libraries: tuple[Corpus, ...] = ()
         self.learned = LearnedTables.new()
         self.fallback = FallbackTable(clock())
+        self.live = LiveTier(depth)
         self._refresh_lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -240,46 +236,23 @@ class Corpus:
         self._put(command)
         return command
 
-    @property
-    def has_several_running(self) -> bool:
-        """Whether at least two requests run, so that one could draft what another produces."""
-        return self._running > 1
-
-    def start_running(self, prefix: np.ndarray | None, tag: int = 0) -> int:
-        """Register a running request; return its number in the live tier.
-
-        prefix: uint32 [n], the tokens before its output; None: its output is not offered to other requests. tag: as in
-        `append`. Raises UserError as `maintain`.
-        """
+    def start_running(self) -> int:
+        """Register a running request; return its number in the live tier. Raises UserError as `maintain`."""
         self._check_process()
-        owner = next(self._owners)
         with self._count_lock:
             self._running += 1
-        if prefix is not None:
-            own_prefix = prefix[-self.depth :].copy()
-            self._change_live(lambda live: live.start(owner, own_prefix, tag))
-        return owner
+        return next(self._owners)
 
-    def extend_running(self, owners: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
-        """Add output of running requests: `owners[i]` produced `tokens[offsets[i]:offsets[i + 1]]`."""
-        # Copies, since the maintainer reads them later, and the caller may reuse its arrays until then.
-        own_owners, own_tokens, own_offsets = owners.copy(), tokens.copy(), offsets.copy()
-        self._change_live(lambda live: live.extend_all(own_owners, own_tokens, own_offsets))
-
-    def skip_running(self, owner: int, prefix: np.ndarray) -> None:
-        """Record that output of a running request was left out; prefix: uint32 [n], the last tokens of it."""
-        own_prefix = prefix.copy()
-        self._change_live(lambda live: live.skip(owner, own_prefix))
-
-    def hide_running(self, owner: int) -> None:
-        """Remove the output of a running request from the live tier with the next `refresh`."""
-        self._change_live(lambda live: live.finish(owner))
+    def publish(self, state: np.ndarray, rows: np.ndarray) -> None:
+        """Offer what running requests have produced to others, if there are any; see `LiveTier.publish`."""
+        if self._running > 1 and self.live.publish(state, rows):
+            self._wake.set()
 
     def end_running(self, owner: int) -> None:
         """Unregister a running request."""
         with self._count_lock:
             self._running -= 1
-        self.hide_running(owner)
+        self.live.end(owner)
 
     def refresh(self) -> None:
         """Apply all queued changes now: index what was appended, and erase what was forgotten.
@@ -288,7 +261,9 @@ class Corpus:
         """
         self._check_process()
         with self._refresh_lock:
-            has_changes = self._live_changes or self._has_live_gap or self._inbox or self._forgets or self._waiting
+            if self.live.waiting:
+                self.live.merge()
+            has_changes = self._inbox or self._forgets or self._waiting
             if not (has_changes or self._index.is_merging or self._has_failed):
                 return
             began = time.perf_counter()
@@ -345,7 +320,7 @@ class Corpus:
     @property
     def nbytes(self) -> int:
         """Memory in bytes between merges, the learned tables included."""
-        return self._index.nbytes + self.learned.nbytes + self.fallback.nbytes
+        return self._index.nbytes + self.learned.nbytes + self.fallback.nbytes + self.live.nbytes
 
     @property
     def _is_fork(self) -> bool:
@@ -361,14 +336,6 @@ class Corpus:
 
     def _put(self, item: Text | Forget) -> None:
         self._inbox.append(item)
-        self._wake.set()
-
-    def _change_live(self, change: Callable[[LiveTier], None]) -> None:
-        # The maintainer is woken at once, so that the queue stays short.
-        if len(self._live_changes) < MAX_LIVE_CHANGES and not self._has_live_gap:
-            self._live_changes.append(change)
-        else:
-            self._has_live_gap = True
         self._wake.set()
 
     def _refresh_until_stopped(self, interval_s: float) -> None:
@@ -392,21 +359,11 @@ class Corpus:
             self._stopping.wait(pause_s)
 
     def _apply_changes(self) -> None:
-        self._apply_live_changes()
         self._read_inbox()
         self._forget()
         self._index.add(self._waiting)
         self._indexed, self._read = self._indexed + self._read, 0
-        self._index.live.merge()
         self._index.step()
-
-    def _apply_live_changes(self) -> None:
-        for _ in range(len(self._live_changes)):
-            self._live_changes.popleft()(self._index.live)
-        if self._has_live_gap:
-            self.times.live_gaps += 1
-            self._index.live.finish_all()
-            self._has_live_gap = False
 
     def _read_inbox(self) -> None:
         """Move queued texts and commands to `_waiting` and `_forgets`; remove waiting texts that are forgotten."""

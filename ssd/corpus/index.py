@@ -14,21 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ssd.corpus.live import LiveTier
 from ssd.corpus.memory import trim_heap
 from ssd.corpus.requests import Forget, RequestLog, Text
 from ssd.corpus.ring import SEPARATOR, Ring, check_capacity
 from ssd.corpus.suffix_array import keep_positions, sort_in_threads, usable_positions
 from ssd.corpus.tier import Merge, SuffixArray, Tier, add_sorted, empty_suffix_array
-from ssd.corpus.view import LIVE, View, ViewArrays
+from ssd.corpus.view import View, ViewArrays
 from ssd.kernels.arrays import addresses_of
-from ssd.kernels.match import TIER_TEXT
 
 GAP_PART = 16
 """The ring has 1 / 16 more slots than the capacity, for text that is appended before the oldest text is removed."""
 MIN_GAP = 1 << 16
 """Minimum number of these additional slots."""
-LIVE_BLOCKS = 4096
 FULL_BUILD_PART = 4
 """New text of more than 1 / 4 of the corpus is sorted together with it: at 16 M tokens the sort takes 3.5 s, a merge of
 each million 0.5 s."""
@@ -53,8 +50,6 @@ class MergeTimes:
     """Requests that were forgotten, or pieces of long ones."""
     dropped: int = 0
     """Requests that were not learned because too many were waiting."""
-    live_gaps: int = 0
-    """Times that outputs of running requests were left out because too many changes were waiting."""
     on_refresh: Callable[[float], object] = lambda _: None
     """Function that is called with the duration of each refresh that changed something, in seconds."""
 
@@ -101,7 +96,6 @@ class Index:
         self.gap = max(capacity // GAP_PART, MIN_GAP)
         self.ring = Ring(capacity + self.gap)
         self.log = RequestLog()
-        self.live = LiveTier(LIVE_BLOCKS, depth)
         self.times = MergeTimes()
         self._base = Tier(self.ring.capacity)
         self._recent, self._other_recent = Tier(self.gap), Tier(self.gap)
@@ -124,7 +118,7 @@ class Index:
         """Memory in bytes between merges."""
         written = min(self.ring.head, self.ring.capacity) * 4 + self.ring.tags.nbytes * self.ring.has_tags
         arrays = self._base.nbytes + 2 * self._recent.nbytes
-        return written + arrays + self.live.nbytes + self.log.nbytes
+        return written + arrays + self.log.nbytes
 
     def state(self) -> State:
         """Return the current contents."""
@@ -340,13 +334,12 @@ class Index:
         self._is_removing = False
 
     def _make_view(self) -> View:
-        suffix_arrays = (self._base.newest, self._frozen, self._recent.newest, self.live.tier.newest)
+        suffix_arrays = (self._base.newest, self._frozen, self._recent.newest)
         ages = (self.ring.head - 1) % self.ring.capacity, self.ring.capacity
         tiers = np.array([(self.ring.address, each.address, len(each), *ages) for each in suffix_arrays], np.int64)
-        tiers[LIVE, TIER_TEXT] = self.live.address
         ring = np.array([self.ring.address, self._oldest, self.ring.head, self.ring.capacity], np.int64)
-        arrays = ViewArrays(tiers, ring, self.ring.tags, self.live.owners, self.live.tags)
-        return View(arrays, suffix_arrays, addresses_of(arrays, len(arrays.tags), len(arrays.owners)))
+        arrays = ViewArrays(tiers, ring, self.ring.tags)
+        return View(arrays, suffix_arrays, addresses_of(arrays, len(arrays.tags)))
 
 
 def _keep(tier: Tier, marked: np.ndarray) -> int:

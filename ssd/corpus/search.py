@@ -1,4 +1,4 @@
-"""Longest match of a text in the corpus, for reports and benchmarks."""
+"""Longest match of a text in the finished requests of a corpus, for reports and benchmarks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS, View
+from ssd.corpus.view import RING_HEAD, RING_SLOTS, View
 from ssd.kernels.jit import Int, LongRows, Longs, Tokens, kernel, peek
 from ssd.kernels.match import END, FIRST, SPAN_COLUMNS, TIER_SUFFIXES, place_spans, widen
 
@@ -21,8 +21,8 @@ class Match(NamedTuple):
     length: int
     """Number of the context's last tokens that were found."""
     age: int
-    """Number of tokens remembered after its newest occurrence, or the newest of a sample if there are many; -1 if all
-    occurrences are in running requests."""
+    """Number of tokens remembered after its newest occurrence, or the newest of a sample if there are many; -1 if there
+    is none."""
 
 
 @kernel(LongRows, Longs, Tokens, Int, returns=types.UniTuple(Int, 2))
@@ -34,7 +34,7 @@ def _search(tiers, ring, context, depth):  # type: ignore[no-untyped-def]
     age = -1
     for tier in range(len(tiers)):
         found = spans[tier, END] - spans[tier, FIRST]
-        if found > 0 and tier != LIVE:
+        if found > 0:
             for place in range(spans[tier, FIRST], spans[tier, END], 1 + found // MAX_COMPARED):
                 slot = np.int64(peek(tiers[tier, TIER_SUFFIXES], place))
                 own = (ring[RING_HEAD] - slot) % ring[RING_SLOTS]

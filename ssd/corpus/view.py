@@ -11,8 +11,8 @@ from ssd.corpus.tier import SuffixArray
 from ssd.kernels.arrays import opener
 from ssd.kernels.match import TIER_COLUMNS
 
-BASE, FROZEN, RECENT, LIVE = range(4)
-"""Rows of a view's tiers, oldest text first. A library is searched without the last one, that of running requests."""
+BASE, FROZEN, RECENT = range(3)
+"""Rows of a view's tiers, oldest text first."""
 RING_TEXT, RING_OLDEST, RING_HEAD, RING_SLOTS = range(4)
 """Entries of `ViewArrays.ring`: address of slot 0, oldest and next position, number of slots."""
 
@@ -20,18 +20,14 @@ RING_TEXT, RING_OLDEST, RING_HEAD, RING_SLOTS = range(4)
 class ViewArrays(NamedTuple):
     """The arrays of a view, as arguments of kernels."""
 
-    tiers: Annotated[np.ndarray, np.int64, LIVE + 1, TIER_COLUMNS]
+    tiers: Annotated[np.ndarray, np.int64, RECENT + 1, TIER_COLUMNS]
     """See `ssd.kernels.match`."""
     ring: Annotated[np.ndarray, np.int64, RING_SLOTS + 1]
     tags: Annotated[np.ndarray, np.uint16, "tags"]
     """Tag of each `TAGGED` slots of the ring, see `ssd.corpus.rollout`."""
-    owners: Annotated[np.ndarray, np.int64, "blocks"]
-    """Owner of each block of the live tier."""
-    live_tags: Annotated[np.ndarray, np.uint16, "blocks"]
-    """Tag of each of these blocks."""
 
 
-open_view = opener(ViewArrays, "tags", "blocks")
+open_view = opener(ViewArrays, "tags")
 """Returns the `ViewArrays` of `View.addresses` to a kernel."""
 
 

@@ -39,7 +39,7 @@ class SearchedText(NamedTuple):
     live: int
     """Index of the tier with the text of running requests, or NO_LIVE_TIER."""
     owners: np.ndarray
-    """int64: owner of each block of that tier."""
+    """int64: owner of each block of that tier, below 0 for one whose text is not used."""
     owner: int
     """Owner of the context; its own text in the live tier is left out."""
     tag: int
@@ -76,6 +76,13 @@ def _age(newest, slots, position):  # type: ignore[no-untyped-def]
     return age + slots if age < 0 else age
 
 
+@inline
+def _is_hidden(source, position):  # type: ignore[no-untyped-def]
+    """Return whether a position of the live tier is the context's own text, or that of a request that has ended."""
+    owner = source.owners[position >> BLOCK_BITS]
+    return owner < 0 or owner == source.owner
+
+
 @outline
 def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
     """Sample up to SAMPLES of the `total` occurrences, evenly spaced; return their number."""
@@ -91,7 +98,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
             index += 1
             position = np.int64(peek(source.tiers[tier, TIER_SUFFIXES], first + at))
             if tier == source.live:
-                if source.owners[position >> BLOCK_BITS] == source.owner:
+                if _is_hidden(source, position):
                     continue
                 ages[written] = -1
             else:
@@ -110,7 +117,7 @@ def _age_in_group(source, tier, position):  # type: ignore[no-untyped-def]
     if tier == source.live:
         block = position >> BLOCK_BITS
         is_other = np.int64(source.live_tags[block]) & GROUP_MASK != source.tag & GROUP_MASK
-        return OUTSIDE if is_other or source.owners[block] == source.owner else np.int64(-1)
+        return OUTSIDE if is_other or _is_hidden(source, position) else np.int64(-1)
     if np.int64(source.tags[position >> TAGGED_BITS]) & GROUP_MASK != source.tag & GROUP_MASK:
         return OUTSIDE
     return _age(source.tiers[tier, TIER_NEWEST], source.tiers[tier, TIER_SLOTS], position)

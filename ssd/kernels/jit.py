@@ -185,6 +185,12 @@ def _exchange(builder: Any, address: Any, value: Any) -> Any:
     return builder.atomic_rmw("xchg", builder.inttoptr(address, _WORD), value, "acq_rel")
 
 
+@_instruction(types.uint32, types.int64, types.uint32)
+def add_to(builder: Any, address: Any, value: Any) -> Any:
+    """Add to a uint32 at an address, modulo 2^32, and return the previous value; all threads see the same order."""
+    return builder.atomic_rmw("add", builder.inttoptr(address, _WORD), value, "seq_cst")
+
+
 @_instruction(types.void)
 def _yield_processor(builder: Any) -> None:
     """Let another thread run on this processor (`sched_yield` of POSIX)."""
@@ -192,11 +198,17 @@ def _yield_processor(builder: Any) -> None:
 
 
 @outline
-def acquire(lock):  # type: ignore[no-untyped-def]
-    """Wait until no other thread holds a lock, uint32 [1], and take it.
+def try_acquire(lock):  # type: ignore[no-untyped-def]
+    """Take a lock, uint32 [1], unless another thread holds it; return whether it was taken.
 
     For a few microseconds of work within kernels, which cannot raise."""
-    while _exchange(lock.ctypes.data, np.uint32(1)) != 0:
+    return _exchange(lock.ctypes.data, np.uint32(1)) == 0
+
+
+@outline
+def acquire(lock):  # type: ignore[no-untyped-def]
+    """Wait until no other thread holds a lock, and take it, see `try_acquire`."""
+    while not try_acquire(lock):
         _yield_processor()
 
 

@@ -38,6 +38,7 @@ from ssd.kernels.jit import (
     release,
 )
 from ssd.kernels.learned import LearnedTables
+from ssd.kernels.live import enter, leave, open_live
 from ssd.kernels.match import (
     SPAN_COLUMNS,
     TIER_COLUMNS,
@@ -308,15 +309,14 @@ def commit_all(arrays, batch, ring, depth):  # type: ignore[no-untyped-def]
 
 
 @inline
-def search_shared(state, batch, tiers, depth):  # type: ignore[no-untyped-def]
-    """Search the shared tiers for every sequence's context; return the spans, int64 [B, tiers, SPAN_COLUMNS]."""
+def spans_and_contexts(state, batch, tiers):  # type: ignore[no-untyped-def]
+    """Return arrays for `place_all`: spans of each sequence, and where its context ends."""
     spans = np.empty((len(batch.rows), len(tiers), SPAN_COLUMNS), np.int64)
     contexts = np.empty((len(batch.rows), 2), np.int64)
     for index in range(len(batch.rows)):
         sequence = state[batch.rows[index]]
         contexts[index, 0], contexts[index, 1] = sequence[TEXT], sequence[SIZE] if batch.limits[index] > 0 else 0
-    place_all(tiers, spans, contexts, depth)
-    return spans
+    return spans, contexts
 
 
 @inline
@@ -385,14 +385,14 @@ _BATCH = (Longs, *[Tokens] * 5)
 _DRAFTED = (TokensOut, Ints, FloatsOut, Bytes, TokensOut)
 
 
-@kernel(Longs, Longs, LongRows, *_BATCH, *_DRAFTED, Float, returns=types.UniTuple(Int, 2))
+@kernel(Longs, Longs, Longs, LongRows, *_BATCH, *_DRAFTED, Float, returns=types.UniTuple(Int, 2))
 def step(  # type: ignore[no-untyped-def]
-    frame, view, library_tiers, rows, tokens, offsets, verified, limits, steps,
+    frame, view, live, library_tiers, rows, tokens, offsets, verified, limits, steps,
     drafted_tokens, parents, drafted_prob, sources, drafted_offsets, least,
 ):  # fmt: skip
     """Commit the tokens of each sequence of a batch, and draft for it.
 
-    frame: `StepFrame.addresses`. view: `View.addresses`. library_tiers: int64 [n, TIER_COLUMNS], tiers of the views of
+    frame: `StepFrame.addresses`. view: `View.addresses`. live: `LiveTier.addresses`. library_tiers: int64 [n, TIER_COLUMNS], tiers of the views of
     libraries. rows: int64 [B], the sequences' rows in the tables. tokens, offsets, verified, limits and steps: fields
     of `Progress`, limits is `max_draft`; steps is empty if all elements are 1. The next five arrays are those of a
     `DraftBatch`, and are written; tuples would take twice as long to pass. least: minimum path probability of a draft
@@ -407,11 +407,17 @@ def step(  # type: ignore[no-untyped-def]
     problem, at = check(tables.state, batch, max_draft)
     if problem != DONE:
         return problem, at
-    tiers, places, tags, owners, live_tags = open_view(view)
+    of_finished, places, tags = open_view(view)
+    running = open_live(live)
     ring = RingView(places[RING_TEXT], places[RING_OLDEST], places[RING_HEAD], places[RING_SLOTS])
     commit_all(arrays, batch, ring, depth)
     library_spans = np.empty((len(library_tiers), SPAN_COLUMNS), np.int64)
-    spans = search_shared(tables.state, batch, tiers, depth)
+    tiers = np.empty((len(of_finished) + 1, TIER_COLUMNS), np.int64)
+    tiers[:-1] = of_finished
+    spans, contexts = spans_and_contexts(tables.state, batch, tiers)
+    # Nothing may raise while the live tier is read.
+    read = enter(running, tiers[-1])
+    place_all(tiers, spans, contexts, depth)
     threshold = np.float32(least) if least > 0 else least_path_prob(arrays.budget, max_draft * len(rows))
     count = 0
     for index in range(len(rows)):
@@ -420,11 +426,14 @@ def step(  # type: ignore[no-untyped-def]
             continue
         growing = _growing(tables, rows[index])
         owner, tag = sequence[OWNER], sequence[TAG]
-        shared = SearchedText(tiers, spans[index], len(tiers) - 1, owners, owner, tag, tags, live_tags)
+        shared = SearchedText(
+            tiers, spans[index], len(tiers) - 1, running.owners, owner, tag, tags, running.tags
+        )
         libraries = _searched_alone(library_tiers, library_spans, shared)
         limits_here = GrowthLimits(threshold, limit, frame[IS_TREE] != 0)
         sequence[NODES] = draft(arrays, growing, sequence, shared, libraries, ring, depth, limits_here)
         count += sequence[NODES] - 1
+    leave(running, read)
     if least == 0 and not is_line(arrays.budget):
         select_all(arrays, batch, count)
     return DONE, write_drafts(tables, batch, drafted)

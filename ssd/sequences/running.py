@@ -22,8 +22,6 @@ class Running:
 
     first_learned: int
     """Index of the first token that is remembered when the sequence finishes; prompt tokens before it are not."""
-    published: int
-    """Number of tokens that other sequences could see when publishing last started or stopped."""
     given: int
     """Number of tokens that it began with: the prompt, and what was committed elsewhere."""
     session_id: Hashable

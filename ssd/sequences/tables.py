@@ -28,7 +28,10 @@ TAG = IS_SHARED + 1
 """See `ssd.corpus.rollout.Rollout.tag`."""
 IS_SAMPLED, SEED, HINTED = TAG + 1, TAG + 2, TAG + 3
 """See `ssd.kernels.noise.Sampling`."""
-TOTALS = HINTED + 1
+SHARED_FROM, PUBLISHED, LIVE_END = HINTED + 1, HINTED + 2, HINTED + 3
+"""First token that other sequences may be offered after a match; number of tokens that were published in the live tier,
+or left out; place there of the next token, at the end of a block if it begins a new one. See `ssd.kernels.live`."""
+TOTALS = LIVE_END + 1
 """Four columns: steps, committed tokens, verified and accepted draft tokens of the sequence."""
 STATE_COLUMNS = TOTALS + 4
 NO_POINTER = -1
@@ -96,15 +99,15 @@ class Sequences:
         owner: int,
         *,
         is_predicted: bool = False,
-        is_shared: bool = True,
+        shared_from: int | None = None,
         tag: int = NO_TAG,
         seed: int | None = None,
         hinted: int = 0,
     ) -> int:
         """Add a sequence with the text of `local`; return its row.
 
-        is_predicted: whether the next tokens are expected to repeat that text from its beginning. is_shared: whether
-        other sequences may be offered its tokens. tag: see `Rollout.tag`. seed: of the target's noise, None if it is
+        is_predicted: whether the next tokens are expected to repeat that text from its beginning. shared_from: first
+        token of that text that may precede what is offered to other sequences; None: they are offered nothing. tag: see `Rollout.tag`. seed: of the target's noise, None if it is
         not known. hinted: number of tokens of the text that precede the prompt.
         """
         if not self._free:
@@ -114,7 +117,9 @@ class Sequences:
         self._locals[row] = local
         self.state[row] = 0
         self.used[row] = time.monotonic_ns()
-        self.state[row, OWNER], self.state[row, IS_SHARED], self.state[row, TAG] = owner, is_shared, tag
+        self.state[row, OWNER], self.state[row, TAG], self.state[row, PUBLISHED] = owner, tag, local.size
+        if shared_from is not None:
+            self.state[row, IS_SHARED], self.state[row, SHARED_FROM] = 1, shared_from
         if seed is not None:
             self.state[row, IS_SAMPLED], self.state[row, SEED], self.state[row, HINTED] = 1, seed, hinted
         self.state[row, [POINTERS, POINTERS + 3]] = NO_POINTER

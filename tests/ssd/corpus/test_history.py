@@ -1,4 +1,4 @@
-"""A corpus through random histories equals lists: what it remembers, its suffix arrays, its log and running outputs.
+"""A corpus through random histories equals lists: what it remembers, its suffix arrays and its log.
 
 Corpora are tiny here and merged in tiny slices, so that a few requests wrap around the ring many times. Any function
 that a refresh calls may fail once for want of memory; the next refresh must then complete the work. Nothing may wait:
@@ -7,25 +7,24 @@ the only thread would wait for itself.
 
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ssd.corpus import index, live, tier
+from ssd.corpus import index, tier
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
 from ssd.corpus.ring import PAD
 from ssd.corpus.rollout import NO_TAG, TAGGED
 from ssd.corpus.search import Match, longest_match
 from ssd.corpus.snapshot import load, save
-from ssd.corpus.view import LIVE
-from ssd.kernels.match import REACH, TIER_TEXT
+from ssd.kernels.match import REACH
 from tests import naive
 from tests.ssd.addresses import uint32_at
-from tests.ssd.corpora import DEPTH, assert_whole, evidence_in, evidence_of, text_of, tiny_slices
+from tests.ssd.corpora import DEPTH, assert_whole, text_of, tiny_slices
 from tests.strategies import TOKEN_SETS, array, assert_covered, examples
 
 TAGS = [NO_TAG, NO_TAG, 5, 7 + 256]
@@ -36,7 +35,6 @@ STEPS = [
     (index, "add_sorted"),
     (index, "sort_in_threads"),
     (index, "keep_positions"),
-    (live, "merge_unsorted"),
     (tier, "merge_unsorted"),
     (tier, "find_places"),
     (tier, "merge_some"),
@@ -63,23 +61,11 @@ class Request:
         return self.time < forget[1] if forget[0] is None else self.name == forget[0]
 
 
-@dataclass(eq=False)
-class Running:
-    """A running request: its number, the text before its output, the output, and places of it that were left out."""
-
-    owner: int
-    prefix: list[int]
-    output: list[int] = field(default_factory=list)
-    skipped: set[int] = field(default_factory=set)
-    is_shown: bool = True
-
-
 class History:
     """A corpus, and lists of what it should contain."""
 
     EVENTS = (
-        *("append",) * 8, "forget", "forget_older_than", *("start",) * 2, *("extend",) * 4, "skip", "end", "hide",
-        *("refresh",) * 4, *("refresh_after_a_failure",) * 8, *("settle",) * 2, "restore", *("search",) * 2,
+        *("append",) * 8, "forget", "forget_older_than", *("refresh",) * 4, *("refresh_after_a_failure",) * 8, *("settle",) * 2, "restore", *("search",) * 2,
     )  # fmt: skip
 
     def __init__(self, seed):
@@ -90,7 +76,7 @@ class History:
         """All text since the corpus was made or loaded, with separators in place of what was forgotten."""
         self.readable = 0
         """The first position that must be indexed if nothing was removed since."""
-        self.requests, self.waiting, self.forgets, self.running = [], [], [], []
+        self.requests, self.waiting, self.forgets = [], [], []
         self.errors, self.seen = [], Counter()
 
     def run(self, steps=60):
@@ -102,9 +88,6 @@ class History:
 
     def tokens(self, most):
         return self.rng.choice(self.alphabet, self.rng.integers(most + 1)).tolist()
-
-    def any_running(self):
-        return self.running[self.rng.integers(len(self.running))] if self.running else None
 
     def append(self):
         name, tag = self.rng.choice([None, "a", "b", "c"]), int(self.rng.choice(TAGS))
@@ -130,41 +113,6 @@ class History:
         self.waiting = [each for each in self.waiting if each not in here]
         self.forgets.append((forget, command, len(here)))
         self.seen["waiting forgotten"] += len(here)
-
-    def start(self):
-        prefix, is_shown = self.tokens(2 * DEPTH), bool(self.rng.random() < 0.8)
-        given = array(prefix) if is_shown else None
-        owner = self.corpus.start_running(given, int(self.rng.choice(TAGS)))
-        if is_shown:
-            given[:] = 77
-        self.running.append(Running(owner, prefix, is_shown=is_shown))
-
-    def extend(self):
-        runs = [self.tokens(12) * int(self.rng.choice([1, 1, 1, 30])) for _ in self.running]
-        offsets = np.cumsum([0, *map(len, runs)]).astype(np.uint32)
-        owners = np.array([each.owner for each in self.running], np.int64)
-        tokens = array([token for run in runs for token in run])
-        self.corpus.extend_running(owners, tokens, offsets)
-        owners[:], tokens[:], offsets[:] = -2, 77, 0  # The caller may use its arrays again.
-        for each, run in zip(self.running, runs, strict=True):
-            each.output += run
-
-    def skip(self):
-        if each := self.any_running():
-            gap = self.tokens(2 * DEPTH)
-            each.skipped.update(range(len(each.output), len(each.output) + len(gap)))
-            each.output += gap
-            self.corpus.skip_running(each.owner, array([*each.prefix, *each.output]))
-
-    def end(self):
-        if each := self.any_running():
-            self.corpus.end_running(each.owner)
-            self.running.remove(each)
-
-    def hide(self):
-        if each := self.any_running():
-            self.corpus.hide_running(each.owner)
-            each.is_shown = False
 
     def refresh(self):
         self.refreshed(self.corpus.refresh)
@@ -238,7 +186,7 @@ class History:
         assert any("only the newest are loaded" in note for note in notes) == (saved > capacity)
         cut = len(self.text) - len(kept)
         self.readable = self.readable if had_room and len(kept) == len(before) else DEPTH
-        self.text, self.running = self.text[cut:], []
+        self.text = self.text[cut:]
         for each in self.requests:
             each.first -= cut
             if each.first < 0 < each.end:  # The corpus has only the rest of it.
@@ -249,7 +197,6 @@ class History:
         self.check_text()
         self.check_log()
         self.check_tags()
-        self.check_running()
 
     def check_text(self):
         state, text = self.corpus.state(), text_of(self.corpus).tolist()
@@ -286,18 +233,9 @@ class History:
             blocks, counts = np.unique(own % ring.capacity // TAGGED, return_counts=True)
             assert set(ring.tags[blocks[counts > TAGGED // 2]].tolist()) <= {each.tag}
 
-    def check_running(self):
-        shown = [(each.prefix[-DEPTH:], each.output, each.skipped) for each in self.running if each.is_shown]
-        view = self.corpus.view
-        found = evidence_in(view.suffix_arrays[LIVE].positions, int(view.arrays.tiers[LIVE, TIER_TEXT]))
-        assert found == sum((evidence_of(*each) for each in shown), Counter())
-        assert self.corpus.has_several_running == (len(self.running) > 1)
-
     def search(self):
-        """Search for a context, which running outputs would also match."""
+        """Search for a context."""
         self.refresh()
-        if self.running:
-            return
         text, context = text_of(self.corpus).tolist(), self.tokens(2 * DEPTH)
         oldest = self.readable if self.corpus.state().oldest == 0 else DEPTH
         lengths = {

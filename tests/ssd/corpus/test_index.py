@@ -11,7 +11,7 @@ from ssd.corpus import corpus as module
 from ssd.corpus import tier
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
-from ssd.corpus.view import LIVE, RING_HEAD, RING_OLDEST
+from ssd.corpus.view import RING_HEAD, RING_OLDEST
 from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
 from tests.strategies import array
 
@@ -82,25 +82,21 @@ def test_a_held_view_blocks_only_the_maintainer():
     assert not np.array_equal(ring.read(oldest, head), text)
 
 
-def test_queues_are_bounded_while_merges_wait_for_a_reader(monkeypatch):
-    """Text beyond the bound is dropped and counted, and running outputs have a gap; then everything goes on."""
+def test_the_queue_is_bounded_while_merges_wait_for_a_reader(monkeypatch):
+    """Text beyond the bound is dropped and counted; then everything goes on."""
     monkeypatch.setattr(tier, "READERS_LIMIT_S", 0.01)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     monkeypatch.setattr(module, "MIN_WAITING", 200_000)
-    monkeypatch.setattr(module, "MAX_LIVE_CHANGES", 50)
     corpus = Corpus(5000, DEPTH)
     corpus.maintain(0.0005)
     fill(corpus, some_requests(50))
     held = corpus.view
-    owner = corpus.start_running(array([1, 2, 3]))
     accepted = [corpus.append(request) for request in some_requests(1000)]
     assert corpus.max_waiting == 200_000
     until = time.monotonic() + 60
     while not corpus.times.dropped:
         assert time.monotonic() < until
         accepted += [corpus.append(request) for request in some_requests(100)]
-        for _ in range(1000):  # Many more than a refresh applies.
-            corpus.extend_running(np.array([owner]), array([4]), array([0, 1]))
     assert corpus.times.dropped == accepted.count(False)
     assert corpus.waiting <= 200_100
     # Even now the maintainer can be stopped.
@@ -110,14 +106,9 @@ def test_queues_are_bounded_while_merges_wait_for_a_reader(monkeypatch):
     del held
     corpus.refresh()
     assert corpus.waiting == 0
-    assert corpus.times.live_gaps > 0
     for number in range(20):
         assert corpus.append(some_requests(1, seed=number)[0])
-    corpus.end_running(owner)
-    other = corpus.start_running(array([1, 2, 3]))
-    corpus.extend_running(np.array([other]), array([4, 5]), array([0, 2]))
     corpus.refresh()
-    assert len(corpus.view.suffix_arrays[LIVE]) > 0
     assert_whole(corpus)
     corpus.close()
 

@@ -2,121 +2,272 @@
 
 import threading
 from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
-from ssd.corpus.live import BLOCK, LiveTier
-from ssd.corpus.tier import ReadersError
-from tests import naive
+from ssd.corpus.rollout import NO_TAG, Rollout
+from ssd.drafter import SuffixDrafter
+from ssd.kernels import live as module
+from ssd.kernels.live import BLOCK, ENDED, FREE, LEFT, PUBLISHED_AT_ONCE, LiveTier
+from ssd.sequences.local_index import LocalIndex
+from ssd.sequences.tables import LIVE_END, PUBLISHED, Sequences
 from tests.replay import drafter_of, progress_of
-from tests.ssd.addresses import uint32_at
 from tests.ssd.corpora import DEPTH, evidence_in, evidence_of
-from tests.strategies import array, examples
+from tests.strategies import TOKEN_SETS, array, assert_covered, examples
 
 
 def evidence(tier):
-    return evidence_in(tier.tier.newest.positions, tier.address)
+    """Return what searches may find, as `evidence_of` does, after checking the front suffix array."""
+    arrays = tier.arrays
+    front = int(arrays.front[0])
+    positions = arrays.suffixes[front, : arrays.sizes[front]]
+    evidence_in(positions, arrays.text.ctypes.data)
+    assert not arrays.readers.any()
+    assert not arrays.writing.any()
+    assert not arrays.merging.any()
+    assert (arrays.owners[positions // BLOCK] > LEFT).all()
+    return evidence_in(positions[arrays.owners[positions // BLOCK] >= 0], arrays.text.ctypes.data)
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["extend", "extend", "skip", "finish", "merge", "merge"]), st.integers(0, 1)),
-        min_size=20,
-        max_size=60,
-    ),
-    st.integers(2, 3),
-)
-@examples(100)
-def test_output_without_room_is_left_out(events, blocks):
-    """Two requests, of which all tokens differ; ample room is that of tests.ssd.corpus.test_history."""
-    tier, running, tokens, numbers = LiveTier(blocks, DEPTH), {}, iter(range(100_000)), iter(range(1000))
-    for event, owner in [*events, ("merge", 0)]:
-        run = [next(tokens) for _ in range(5)]
-        if event == "merge":
-            tier.merge()
-            assert evidence(tier) <= sum((evidence_of(*own) for _, *own in running.values()), Counter())
-        elif owner not in running:
-            running[owner] = (next(numbers), run, [], set())
-            tier.start(running[owner][0], array(run))
-        else:
-            number, prefix, produced, skipped = running[owner]
-            if event == "finish":
-                del running[owner]
-                tier.finish(number)
-                continue
-            skipped.update(range(len(produced), len(produced) + 5) if event == "skip" else ())
-            produced += run
-            tier.skip(number, array([*prefix, *produced])) if event == "skip" else tier.extend(number, array(run))
+@dataclass(eq=False)
+class Request:
+    """A running request: its text, the first token that others may see, and how many were published."""
+
+    owner: int
+    row: int
+    text: list[int]
+    first: int
+    published: int
+    is_shared: bool
+    tag: int
+    left_out: set[int] = field(default_factory=set)
+
+    def publish(self):
+        begin = max(self.published, len(self.text) - PUBLISHED_AT_ONCE)
+        self.left_out.update(range(self.published - self.first, begin - self.first))
+        self.published = len(self.text)
+
+    def evidence(self):
+        given = self.given - self.first
+        shown = self.text[self.first : self.published]
+        hidden = {each - given for each in self.left_out if each >= given}
+        return evidence_of(shown[:given], shown[given:], hidden)
+
+    def __post_init__(self):
+        self.given = len(self.text)
+
+
+class History:
+    """Random requests over a live tier, and lists of what it should contain."""
+
+    EVENTS = (*("start",) * 2, *("extend",) * 6, *("publish",) * 6, "end", *("merge",) * 3)
+
+    def __init__(self, seed, blocks):
+        self.rng = np.random.default_rng(seed)
+        self.alphabet = TOKEN_SETS[seed % len(TOKEN_SETS)]
+        self.tier, self.sequences = LiveTier(DEPTH, blocks), Sequences(4)
+        self.running, self.owners, self.seen = [], 0, Counter()
+
+    def run(self, steps=60):
+        for _ in range(steps):
+            getattr(self, str(self.rng.choice(self.EVENTS)))()
+            self.check_owners()
+        return self.seen
+
+    def tokens(self, most):
+        return self.rng.choice(self.alphabet, self.rng.integers(most + 1)).tolist()
+
+    def any_running(self):
+        return self.running[self.rng.integers(len(self.running))] if self.running else None
+
+    def start(self):
+        text, is_shared, tag = self.tokens(2 * DEPTH), bool(self.rng.random() < 0.8), int(self.rng.choice([NO_TAG, 7]))
+        first = int(self.rng.integers(len(text) + 1))
+        local = LocalIndex(DEPTH)
+        local.adopt(local.continue_with(array(text)).sort())
+        row = self.sequences.add(local, self.owners, shared_from=first if is_shared else None, tag=tag)
+        self.running.append(Request(self.owners, row, text, first, len(text), is_shared, tag))
+        self.owners += 1
+
+    def extend(self):
+        for each in self.running:
+            added = self.tokens(12) * int(self.rng.choice([1, 1, 1, 1, 40]))
+            self.sequences.extend(each.row, array(added))
+            each.text += added
+
+    def publish(self):
+        chosen = [each for each in self.running if self.rng.random() < 0.8]
+        rows = np.array([each.row for each in chosen], np.int64)
+        self.seen["for another thread"] += self.tier.publish(self.sequences.state, rows)
+        for each in chosen:
+            if each.is_shared:
+                each.publish()
+                self.seen["gaps"] += len(each.left_out) > 0
+
+    def end(self):
+        if each := self.any_running():
+            self.tier.end(each.owner)
+            self.sequences.remove(each.row)
+            self.running.remove(each)
+
+    def merge(self):
+        self.tier.merge()
+        assert self.tier.waiting == 0
+        self.check()
+
+    def expected(self):
+        return sum((each.evidence() for each in self.running if each.is_shared), Counter())
+
+    def check(self):
+        assert evidence(self.tier) == self.expected()
+        self.seen["found"] += 1
+
+    def check_owners(self):
+        """Check that blocks are those of running requests, or wait to be used again, and have the tags of owners."""
+        arrays = self.tier.arrays
+        tags = {each.owner: each.tag for each in self.running}
+        for owner, tag in zip(arrays.owners.tolist(), arrays.tags.tolist(), strict=True):
+            assert owner in (ENDED, LEFT, FREE) or tags[owner] == tag
+        assert arrays.owners[0] == FREE
+
+
+class FullHistory(History):
+    """The same with so few blocks that output is left out."""
+
+    def check(self):
+        found = evidence(self.tier)
+        assert found <= self.expected()
+        self.seen["left out"] += found != self.expected()
+
+
+def test_a_live_tier_equals_lists():
+    seen = sum((History(seed, 200).run() for seed in range(examples(40).max_examples)), Counter())
+    assert_covered(seen, ("found", "gaps", "for another thread"), 5)
+
+
+def test_output_without_room_is_left_out():
+    seen = sum((FullHistory(seed, 2 + seed % 3).run() for seed in range(examples(40).max_examples)), Counter())
+    assert_covered(seen, ("left out",), 5)
+
+
+def started(tier, sequences, owner, prompt):
+    local = LocalIndex(DEPTH)
+    local.adopt(local.continue_with(array(prompt)).sort())
+    return sequences.add(local, owner, shared_from=0)
+
+
+def published(tier, sequences, row, tokens):
+    sequences.extend(row, array(tokens))
+    tier.publish(sequences.state, np.array([row]))
 
 
 def test_a_request_without_room_continues_after_a_gap():
-    tier = LiveTier(blocks=2, depth=DEPTH)
-    tier.start(1, array([1]))
-    tier.extend(1, array([2]))
-    tier.start(2, array([5, 6]))
-    tier.extend(2, array([7, 8]))  # no block is free
-    tier.finish(1)
-    tier.merge()
-    tier.extend(2, array([9]))  # still no free block: the previous suffix array refers to it
-    # There is no new text, but the block must become free.
-    tier.merge()
-    tier.extend(2, array([10]))
-    tier.merge()
-    assert evidence(tier) == evidence_of([5, 6, 7, 8, 9], [10])
-
-
-def test_a_block_is_reused_only_when_it_has_no_readers(monkeypatch):
-    monkeypatch.setattr("ssd.corpus.tier.READERS_LIMIT_S", 0.01)
-    tier = LiveTier(blocks=3, depth=DEPTH)
-    for owner in (1, 3):
-        tier.start(owner, array([owner]))
-        tier.extend(owner, array([2]))
-    tier.merge()
-    read = tier.tier.newest
-    tier.finish(1)
-    tier.start(2, array([5]))
-    tier.merge()
-    tier.merge()
-    tier.extend(3, array([4]))
-    with pytest.raises(ReadersError):
+    tier, sequences = LiveTier(DEPTH, 2), Sequences(4)
+    first = started(tier, sequences, 1, [1])
+    published(tier, sequences, first, [2])
+    second = started(tier, sequences, 2, [5, 6])
+    published(tier, sequences, second, [7, 8])  # No block is free.
+    tier.end(1)
+    assert evidence(tier) == Counter()
+    for _ in range(2):  # The second merge knows that nobody reads the suffix array that had this block.
+        published(tier, sequences, second, [9])
         tier.merge()
-    tier.extend(2, array([6]))
-    assert uint32_at(tier.address + 4 * BLOCK, 3).tolist() == [naive.SEPARATOR, 1, 2]
-    del read
+    published(tier, sequences, second, [10])
+    assert evidence(tier) == evidence_of([5, 6, 7, 8, 9, 9], [10])
+
+
+def test_a_block_is_used_again_only_when_nobody_reads_it():
+    tier, sequences = LiveTier(DEPTH, 3), Sequences(4)
+    rows = {owner: started(tier, sequences, owner, [owner]) for owner in (1, 3)}
+    for row in rows.values():
+        published(tier, sequences, row, [2])
+    front = int(tier.arrays.front[0])
+    tier.arrays.readers[front] += 1  # As `enter` does.
+    text = tier.arrays.text.copy()
+    tier.end(1)
+    rows[2] = started(tier, sequences, 2, [5])
+    for _ in range(3):  # One merge leaves the block out; the next ones would write what is being read.
+        tier.merge()
+        published(tier, sequences, rows[2], [6])
+        published(tier, sequences, rows[3], [4])
+    block = int((tier.arrays.text[: 3 * BLOCK : BLOCK] == module.SEPARATOR).nonzero()[0][1])
+    assert np.array_equal(tier.arrays.text[block * BLOCK : block * BLOCK + 3], text[block * BLOCK : block * BLOCK + 3])
+    assert tier.waiting > 0
+    tier.arrays.readers[front] -= 1
     tier.merge()
-    tier.extend(2, array([7]))
     tier.merge()
-    assert evidence(tier) == evidence_of([5, 6], [7]) + evidence_of([3], [2, 4])
+    published(tier, sequences, rows[2], [7])
+    assert evidence(tier) == evidence_of([5, 6, 6, 6], [7]) + evidence_of([3], [2, 4, 4, 4])
 
 
 @pytest.mark.parametrize("room", range(DEPTH + 4))
 def test_a_gap_near_the_end_of_a_block_stays_inside_it(room):
-    tier = LiveTier(blocks=4, depth=DEPTH)
-    for owner in (1, 2):
-        tier.start(owner, array([]))
+    tier, sequences = LiveTier(DEPTH, 6), Sequences(4)
+    rows = [started(tier, sequences, owner, []) for owner in (1, 2)]
     produced = list(range(1, BLOCK - room))
-    # The block of request 1 follows that of request 2.
-    tier.extend(2, array(produced))
-    tier.extend(1, array([5000, 5001, 5002]))
-    gap = list(range(2000, 2000 + 3 * DEPTH))
-    tier.skip(2, array([*produced, *gap]))
-    tier.extend(2, array([3000, 3001]))
+    for row, tokens in zip(rows, (produced, [5000, 5001, 5002]), strict=True):
+        published(tier, sequences, row, tokens)
+    gap = list(range(2000, 2000 + PUBLISHED_AT_ONCE + 2 * DEPTH))
+    published(tier, sequences, rows[0], gap)
     tier.merge()
-    skipped = range(len(produced), len(produced) + len(gap))
-    own = evidence_of([], [*produced, *gap, 3000, 3001], skipped)
-    assert evidence(tier) == own + evidence_of([], [5000, 5001, 5002])
+    left_out = range(len(produced), len(produced) + 2 * DEPTH)
+    assert evidence(tier) == evidence_of([], [*produced, *gap], left_out) + evidence_of([], [5000, 5001, 5002])
+    assert sequences.state[rows[0], PUBLISHED] == len(produced) + len(gap)
+    assert sequences.state[rows[0], LIVE_END] > 0
+
+
+@pytest.mark.parametrize("threads", [3])
+def test_drafters_of_several_threads_publish_and_search(threads):
+    """Each drafts what the others produce while blocks are used again; in the end all text is found once."""
+    corpus, failures, texts = Corpus(5000, DEPTH), [], {}
+    corpus.maintain(0.001)
+
+    def run(number):
+        rng = np.random.default_rng(number)
+        drafter = SuffixDrafter(DrafterConfig(capacity=5000, match_depth=DEPTH), corpus=corpus)
+        try:
+            for request in range(30):
+                text = [number, request]
+                drafter.start(request, array(text))
+                for _ in range(20):
+                    added = rng.integers(0, 50, rng.integers(1, 9)).tolist()
+                    drafter.draft(progress_of({request: added}, 8, cost=0.01))
+                    text += added
+                if request < 29:
+                    drafter.finish(request, array([]), learn=False)
+            texts[number] = text
+        except Exception as problem:
+            failures.append(problem)
+
+    workers = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    corpus.close()
+    assert not failures
+    corpus.live.merge()
+    # The first tokens of a request are not published if it was the only one.
+    found = evidence(corpus.live)
+    assert found <= sum((evidence_of(text[:2], text[2:]) for text in texts.values()), Counter())
+    assert found.total() > 0
+
+
+def draft(drafter, sequence_id, tokens=(), limit=8):
+    return drafter.draft(progress_of({sequence_id: tokens}, limit, cost=0.001)).tokens.tolist()
 
 
 @pytest.mark.parametrize("missed", [1, DEPTH, 3 * DEPTH])
-def test_gaps_take_no_more_room_than_the_output(missed):
+def test_output_takes_no_more_room_than_its_blocks(missed):
     """Publishing starts and stops, since another request starts and finishes in every round."""
     with drafter_of(match_depth=DEPTH) as drafter:
         drafter.start(1, array([3]))
-        drafter.corpus.refresh()
         held, rounds = drafter.corpus.nbytes, 600 // missed
         for turn in range(rounds):
             drafter.start(2, array([5]))
@@ -129,12 +280,8 @@ def test_gaps_take_no_more_room_than_the_output(missed):
         assert drafter.corpus.nbytes - held <= 4 * 1.2 * produced + 8 * produced + 4 * BLOCK
 
 
-def draft(drafter, sequence_id, tokens=(), limit=8):
-    return drafter.draft(progress_of({sequence_id: tokens}, limit, cost=0.001)).tokens.tolist()
-
-
 @pytest.mark.parametrize("committed", [0, 2])
-def test_output_from_before_others_started_is_drafted_without_a_gap(committed):
+def test_output_from_before_others_started_is_drafted(committed):
     text = np.arange(15, dtype=np.uint32)
     given, first = text[:10], 10 - committed
     with drafter_of() as drafter:
@@ -142,13 +289,12 @@ def test_output_from_before_others_started_is_drafted_without_a_gap(committed):
         draft(drafter, 1, text[10:13])
         drafter.start(2, given)
         draft(drafter, 1, text[13:])
-        drafter.corpus.refresh()
         assert draft(drafter, 2) == text[10:].tolist()
 
 
-@pytest.mark.parametrize(("missed", "is_drafted"), [(1, True), (DEPTH, True), (DEPTH + 1, False)])
+@pytest.mark.parametrize(("missed", "is_drafted"), [(1, True), (PUBLISHED_AT_ONCE - 2, True), (600, False)])
 @pytest.mark.parametrize("restarts", [False, True])
-def test_no_more_than_the_match_depth_of_earlier_output_is_published(missed, is_drafted, restarts):
+def test_long_output_from_before_others_started_is_left_out(missed, is_drafted, restarts):
     output = np.arange(10, 12 + missed)
     with drafter_of(match_depth=DEPTH) as drafter:
         drafter.start(1, array([1, 2, 3]))
@@ -159,46 +305,54 @@ def test_no_more_than_the_match_depth_of_earlier_output_is_published(missed, is_
         draft(drafter, 1, output[:missed], limit=0)
         drafter.start(2, array([2, 3]))
         draft(drafter, 1, output[missed:], limit=0)
-        drafter.corpus.refresh()
         assert draft(drafter, 2) == (output[:8].tolist() if is_drafted else [])
         # After the gap, output is drafted in any case.
         assert draft(drafter, 2, output[: missed + 1]) == output[missed + 1 :].tolist()
 
 
+def test_what_is_published_by_many_is_merged_by_the_maintainer():
+    corpus = Corpus(5000)
+    corpus.maintain(0.001)
+    with SuffixDrafter(DrafterConfig(capacity=5000), corpus=corpus) as drafter:
+        for number in range(200):
+            drafter.start(number, array([number]))
+        batch = {number: range(1000 * number, 1000 * number + 9) for number in range(200)}
+        done = threading.Event()
+        merge, corpus.live.merge = corpus.live.merge, lambda: (merge(), done.set())
+        drafter.draft(progress_of(batch, limit=0))
+        assert done.wait(5)
+        corpus.close()
+        assert corpus.live.waiting == 0
+        assert evidence(corpus.live).total() == 9 * 200
+
+
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda corpus: corpus.start_running(array([1])),
-        lambda corpus: corpus.skip_running(0, array([1])),
-        lambda corpus: corpus.hide_running(0),
-        lambda corpus: corpus.end_running(0),
-        lambda corpus: corpus.extend_running(np.zeros(1, int), array([1]), array([0, 1])),
-        lambda corpus: corpus.forget("unknown"),
-    ],
-    ids=["begin", "skip", "hide", "end", "extend", "forget"],
+    [lambda drafter: drafter.finish(1, array([]), learn=False), lambda drafter: drafter.forget_own("a")],
+    ids=["finish", "forget"],
 )
-def test_every_change_wakes_the_maintainer(change):
-    corpus, refreshed = Corpus(5000), threading.Event()
-    corpus.times.on_refresh = lambda _: refreshed.set()
-    corpus.maintain(0.001)
-    for each in (lambda corpus: corpus.append(array([1])), change):
-        refreshed.clear()
-        each(corpus)
-        assert refreshed.wait(5)
-    corpus.close()
+@pytest.mark.parametrize("rollout", [None, Rollout("problem", 1)])
+def test_text_of_a_request_that_has_ended_is_not_drafted(change, rollout):
+    with drafter_of() as drafter:
+        drafter.start(1, array([1, 2, 3]), request_id="a", rollout=rollout)
+        drafter.start(2, array([1, 2, 3]), rollout=rollout)
+        draft(drafter, 1, [4, 5, 6], limit=0)
+        assert draft(drafter, 2)[:3] == [4, 5, 6]
+        change(drafter)
+        assert not {*draft(drafter, 2)} & {4, 5, 6}
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.sampled_from(["path", "tree"]))
 @examples(40)
 def test_a_request_does_not_use_its_own_text_in_the_live_tier(output, shape):
-    def drafts(is_refreshed):
+    def drafts(is_published):
         with drafter_of([[0, 1, 2, 0, 0]], draft_shape=shape) as drafter:
             drafter.start(1, array([2, 1, 0]))
-            drafter.start(2, array([100]))
+            if is_published:
+                drafter.start(2, array([100]))
             drafter.draft(progress_of({1: output}, limit=0))
-            if is_refreshed:
-                drafter.corpus.refresh()
+            assert (evidence(drafter.corpus.live).total() > 0) == is_published
             drafts = drafter.draft(progress_of({1: []}, limit=16, cost=0.001))
             return [drafts.tokens.tolist(), drafts.source.tolist(), drafts.accept_prob.tolist()]
 
-    assert drafts(is_refreshed=True) == drafts(is_refreshed=False)
+    assert drafts(is_published=True) == drafts(is_published=False)

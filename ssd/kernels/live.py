@@ -1,0 +1,294 @@
+"""The live tier: the output of running requests, which other requests can draft before it is finished.
+
+The text is kept in blocks of a fixed size, each of one running request, its owner. Each block, and text after a gap
+within a block, begins with a separator and the last tokens before it. The threads that draft publish what their
+requests have produced, and merge the positions of the new text into a suffix array, unless these are so many that the
+corpus's own thread had better do it.
+
+There are two suffix arrays: searches read the front one, and a merge writes the other one once no search reads it any
+more. The text of a request that has ended is not offered any more; its blocks are used again once neither suffix array
+refers to them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import numpy as np
+
+from ssd.corpus.ring import PAD, SEPARATOR
+from ssd.corpus.suffix_array import ALL_POSITIONS, find_places, merge_some, sort_positions
+from ssd.kernels.arrays import addresses_of, allocate, opener
+from ssd.kernels.evidence import BLOCK_BITS
+from ssd.kernels.jit import (
+    Int,
+    LongRows,
+    Longs,
+    Nothing,
+    acquire,
+    add_to,
+    inline,
+    kernel,
+    outline,
+    peek,
+    poke,
+    release,
+    try_acquire,
+)
+from ssd.kernels.match import TIER_NEWEST, TIER_SIZE, TIER_SLOTS, TIER_SUFFIXES, TIER_TEXT
+from ssd.sequences.tables import IS_SHARED, LIVE_END, OWNER, PUBLISHED, SHARED_FROM, SIZE, TAG, TEXT
+
+BLOCK = 1 << BLOCK_BITS
+BLOCKS = 4096
+PUBLISHED_AT_ONCE = BLOCK
+"""Number of tokens of a request that are published at once; earlier ones that were not published yet are left out."""
+SMALL_MERGE, ADDED_COST = 1 << 13, 32
+"""Largest merge that the drafting thread does, in positions that are copied, and the number of copies that take as long
+as adding one position. 8192 copies take about as long as waking another thread."""
+
+# Owners of blocks that belong to no running request.
+ENDED, LEAVING, LEFT, FREE = -1, -2, -3, -4
+"""ENDED: the front suffix array refers to the block. LEAVING: the merge in progress leaves it out. LEFT: the other
+suffix array refers to it, and may have readers. FREE: neither of them does."""
+
+# Entries of `LiveArrays.facts`.
+ADDED, USED = range(2)
+"""Number of positions that wait for a merge; number of blocks, from the first one on, that were ever used."""
+
+
+class LiveArrays(NamedTuple):
+    """The arrays of a live tier. Block 0 stays empty, so that position 0 can mean a new block."""
+
+    text: Annotated[np.ndarray, np.uint32, "padded"]
+    owners: Annotated[np.ndarray, np.int64, "blocks"]
+    tags: Annotated[np.ndarray, np.uint16, "blocks"]
+    """Tag of each owner, see `ssd.corpus.rollout.Rollout.tag`."""
+    suffixes: Annotated[np.ndarray, np.uint32, 2, "slots"]
+    """The suffix arrays."""
+    sizes: Annotated[np.ndarray, np.int64, 2]
+    """Their numbers of positions."""
+    readers: Annotated[np.ndarray, np.uint32, 2]
+    """Number of searches that read each of them."""
+    front: Annotated[np.ndarray, np.uint32, 1]
+    """Which of them is the front one."""
+    added: Annotated[np.ndarray, np.uint32, "slots"]
+    """Positions that wait for a merge."""
+    sorted: Annotated[np.ndarray, np.uint32, "slots"]
+    """Scratch of a merge: the positions that it adds."""
+    kept: Annotated[np.ndarray, np.uint32, "slots"]
+    """Scratch of a merge: the positions of the front suffix array that remain."""
+    places: Annotated[np.ndarray, np.int64, "slots"]
+    """Scratch of a merge: where the added positions belong among these."""
+    facts: Annotated[np.ndarray, np.int64, 2]
+    writing: Annotated[np.ndarray, np.uint32, 1]
+    """Lock of the text, the owners, `added` and `facts`."""
+    merging: Annotated[np.ndarray, np.uint32, 1]
+    """Lock of the scratch and of the suffix array that is not the front one."""
+
+
+open_live = opener(LiveArrays, "blocks", "slots", "padded")
+"""Returns the `LiveArrays` of `LiveTier.addresses` to a kernel."""
+
+
+class LiveTier:
+    """The live tier of a corpus. Any thread may use it."""
+
+    def __init__(self, depth: int, blocks: int = BLOCKS) -> None:
+        """depth: maximum match length in tokens. blocks: number of blocks, one of which stays empty."""
+        self._depth = depth
+        # Memory that was never written takes no room.
+        self.arrays = allocate(LiveArrays, blocks=blocks, slots=blocks * BLOCK, padded=blocks * BLOCK + PAD)
+        self.arrays.text[: BLOCK + 1] = SEPARATOR
+        self.arrays.owners[:] = FREE
+        self.arrays.facts[USED] = 1
+        self.addresses = addresses_of(self.arrays, blocks, blocks * BLOCK, blocks * BLOCK + PAD)
+        """int64, as `open_live` expects them."""
+
+    def publish(self, state: np.ndarray, rows: np.ndarray) -> bool:
+        """Offer what sequences have produced to others; return whether another thread should call `merge`.
+
+        state: int64 [R, STATE_COLUMNS], see `ssd.sequences.tables`; its columns about this tier are updated. rows:
+        int64 [B], those of the sequences.
+        """
+        return bool(_publish(self.addresses, state, rows, self._depth))
+
+    def merge(self) -> None:
+        """Let searches find what was published. It may be left to the next call while another thread searches."""
+        _merge(self.addresses, self._depth)
+
+    def end(self, owner: int) -> None:
+        """Offer the text of an owner to nobody any more."""
+        _end(self.addresses, owner)
+
+    @property
+    def waiting(self) -> int:
+        """Number of published tokens that searches do not find yet."""
+        return int(self.arrays.facts[ADDED])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        used, size = int(self.arrays.facts[USED]), int(self.arrays.sizes.max())
+        return 4 * BLOCK * (used - 1) + 8 * size + self.arrays.owners.nbytes
+
+
+@outline
+def enter(live, tier):  # type: ignore[no-untyped-def]
+    """Begin to read the front suffix array; return which one it is, for `leave`. tier: a row of tiers, written."""
+    readers, front = live.readers.ctypes.data, live.front.ctypes.data
+    which = np.int64(add_to(front, np.uint32(0)))
+    add_to(readers + 4 * which, np.uint32(1))
+    while np.int64(add_to(front, np.uint32(0))) != which:  # A merge may have begun to write it.
+        leave(live, which)
+        which = np.int64(add_to(front, np.uint32(0)))
+        add_to(readers + 4 * which, np.uint32(1))
+    tier[TIER_TEXT], tier[TIER_SUFFIXES] = live.text.ctypes.data, live.suffixes[which].ctypes.data
+    tier[TIER_SIZE], tier[TIER_NEWEST], tier[TIER_SLOTS] = live.sizes[which], 0, 1
+    return which
+
+
+@inline
+def leave(live, which):  # type: ignore[no-untyped-def]
+    """End the reading that `enter` began."""
+    add_to(live.readers.ctypes.data + 4 * which, np.uint32(0xFFFF_FFFF))
+
+
+@inline
+def _open_block(live, sequence):  # type: ignore[no-untyped-def]
+    """Return the place of a sequence's new block, 0 if no block is free."""
+    block, used = np.int64(1), live.facts[USED]
+    while block < used and live.owners[block] != FREE:
+        block += 1
+    if block == len(live.owners):
+        return np.int64(0)
+    live.facts[USED] = max(used, block + 1)
+    place = block * BLOCK
+    # A reader that continues past the end of this block must find a separator.
+    live.text[place : place + BLOCK + 1] = SEPARATOR
+    live.owners[block], live.tags[block] = sequence[OWNER], sequence[TAG]
+    return place
+
+
+@inline
+def _write_prefix(live, place, sequence, at, depth):  # type: ignore[no-untyped-def]
+    """Skip a slot, which stays a separator, and repeat the tokens before token `at` of a sequence after it.
+
+    Returns the place of that token.
+    """
+    place += 1
+    for index in range(max(sequence[SHARED_FROM], at - depth), at):
+        live.text[place] = peek(sequence[TEXT], index)
+        place += 1
+    return place
+
+
+@outline
+def _publish_one(live, sequence, depth):  # type: ignore[no-untyped-def]
+    """Append the tokens of a sequence that were not published yet; they are left out while no block is free."""
+    size, place, facts = sequence[SIZE], sequence[LIVE_END], live.facts
+    at = max(sequence[PUBLISHED], size - PUBLISHED_AT_ONCE)
+    if at > sequence[PUBLISHED] and place % BLOCK != 0:
+        has_room = BLOCK - place % BLOCK > 1 + depth
+        place = _write_prefix(live, place, sequence, at, depth) if has_room else np.int64(0)
+    for index in range(at, size):
+        if place % BLOCK == 0:
+            place = _open_block(live, sequence)
+            if place == 0:
+                break
+            place = _write_prefix(live, place, sequence, index, depth)
+        live.text[place] = peek(sequence[TEXT], index)
+        if live.text[place - 1] != SEPARATOR:
+            live.added[facts[ADDED]] = place
+            facts[ADDED] += 1
+        place += 1
+    sequence[PUBLISHED], sequence[LIVE_END] = size, place
+
+
+@outline
+def _begin_merge(live):  # type: ignore[no-untyped-def]
+    """Take the positions that wait, and leave out the blocks that have ended; return the numbers of both."""
+    count, leaving = live.facts[ADDED], 0
+    live.sorted[:count] = live.added[:count]
+    live.facts[ADDED] = 0
+    for block in range(1, live.facts[USED]):
+        if live.owners[block] == LEFT:
+            live.owners[block] = FREE
+        elif live.owners[block] == ENDED:
+            live.owners[block] = LEAVING
+            leaving += 1
+    return count, leaving
+
+
+@inline
+def _without_leaving(live, positions, size, kept):  # type: ignore[no-untyped-def]
+    """Copy those of `positions[:size]` whose blocks remain; return their number."""
+    count = 0
+    for index in range(size):
+        kept[count] = positions[index]
+        count += live.owners[positions[index] >> BLOCK_BITS] != LEAVING
+    return count
+
+
+@outline
+def _merge_all(live, depth):  # type: ignore[no-untyped-def]
+    """Write the next suffix array and make it the front one, unless another thread does, or a search still reads it."""
+    if not try_acquire(live.merging):
+        return
+    which = np.int64(live.front[0])
+    other = 1 - which
+    if add_to(live.readers.ctypes.data + 4 * other, np.uint32(0)) == 0:
+        acquire(live.writing)
+        count, leaving = _begin_merge(live)
+        release(live.writing)
+        positions, size = live.suffixes[which], live.sizes[which]
+        if leaving > 0:
+            count = _without_leaving(live, live.sorted, count, live.sorted)
+            size = _without_leaving(live, positions, size, live.kept)
+            positions = live.kept
+        text, added = live.text.ctypes.data, live.sorted.ctypes.data
+        sort_positions(text, added, count, depth)
+        find_places(text, positions.ctypes.data, size, added, 0, live.places, count, depth)
+        into = live.suffixes[other].ctypes.data
+        merge_some(
+            positions.ctypes.data, size, added, count, live.places, into, ALL_POSITIONS, (0, 0, 0), size + count + 1
+        )
+        live.sizes[other] = size + count
+        add_to(live.front.ctypes.data, np.uint32(other) - np.uint32(which))
+        acquire(live.writing)
+        for block in range(1, live.facts[USED]):
+            if live.owners[block] == LEAVING:
+                live.owners[block] = LEFT
+        release(live.writing)
+    release(live.merging)
+
+
+@kernel(Longs, LongRows, Longs, Int, returns=Int)
+def _publish(addresses, state, rows, depth):  # type: ignore[no-untyped-def]
+    """See `LiveTier.publish`."""
+    live = open_live(addresses)
+    acquire(live.writing)
+    for row in rows:
+        if state[row, IS_SHARED]:
+            _publish_one(live, state[row], depth)
+    added = live.facts[ADDED]
+    release(live.writing)
+    if added > 0 and live.sizes[np.int64(live.front[0])] + ADDED_COST * added <= SMALL_MERGE:
+        _merge_all(live, depth)
+    return live.facts[ADDED]
+
+
+@kernel(Longs, Int, returns=Nothing)
+def _merge(addresses, depth):  # type: ignore[no-untyped-def]
+    """See `LiveTier.merge`."""
+    _merge_all(open_live(addresses), depth)
+
+
+@kernel(Longs, Int, returns=Nothing)
+def _end(addresses, owner):  # type: ignore[no-untyped-def]
+    """See `LiveTier.end`."""
+    live = open_live(addresses)
+    acquire(live.writing)
+    for block in range(1, live.facts[USED]):
+        if live.owners[block] == owner:
+            live.owners[block] = ENDED
+    release(live.writing)
