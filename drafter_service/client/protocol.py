@@ -7,6 +7,7 @@ of the stream that sends them. One thread at a time may use it.
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -257,14 +258,15 @@ class Protocol:
         sequence.info.learn &= learn
         self.sequences.finish(sequence_id)
 
-    def add_finished(self, sequence: RemoteSequence, output: np.ndarray, steps: int) -> None:
-        """Send a sequence whose drafts were not requested: its start, and its output, produced in a number of steps.
-
-        Raises ValueError for a token id that is reserved or outside the model's vocabulary.
+    def add_finished(self, finished: deque[tuple[RemoteSequence, np.ndarray, int]]) -> None:
+        """Take and send sequences whose drafts were not requested: their starts, and their outputs, uint32 [n], which
+        were produced in a number of steps.
         """
-        check_tokens(output, self._vocab_size)
-        sequence.commit(pack(output, "u4"), 0, steps)
-        self.sequences.add_finished(sequence)
+        while finished:
+            sequence, output, steps = finished.popleft()
+            sequence.commit(pack(output, "u4"), 0, steps)
+            self.sequences.add_finished(sequence)
+        self.sequences.send_ends()
 
     def forget(self, request_id: str) -> None:
         """Prevent learning from sequences of this name that were not sent completely."""

@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from ssd.budget.curve import StepCurve
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
-from ssd.corpus.ring import check_capacity
+from ssd.corpus.ring import check_capacity, check_tokens
 from ssd.corpus.rollout import Rollout
 from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Progress
@@ -48,6 +49,9 @@ MAX_TOKENS = 64 << 20
 """Largest number of tokens of a copy by default: 1 GB at most. Of a larger corpus it has the newest."""
 OWN_TOKENS = 1 << 16
 """Capacity of the corpus that is used while there is no copy; it has no finished text."""
+SENT_AFTER_S = 0.1
+"""Time after which finished sequences are sent, several in a message. A thread does it: the engine's thread would wait for
+the interpreter's lock after waking others."""
 COUNTED_S = 10.0
 """Interval at which counts of draft tokens are sent."""
 
@@ -90,6 +94,7 @@ class ReplicaClient(DrafterClient):
         self._own = self._local.corpus
         """Holds the text of this engine's running sequences while there is no copy."""
         identity = pb.Model() if model is None else pb.Model(**vars(model))
+        self._vocab_size = identity.vocab_size
         request = pb.FollowRequest(
             protocol=PROTOCOL,
             model=identity,
@@ -103,6 +108,11 @@ class ReplicaClient(DrafterClient):
         """The running sequences by their ids, without their texts."""
         self._unlearned = np.zeros(2, np.int64)
         """Numbers of steps and of tokens of sequences that were not learned, since counts were sent."""
+        self._finished: deque[tuple[RemoteSequence, np.ndarray, int]] = deque()
+        """Sequences to be sent, with their outputs, uint32 [n], and the numbers of steps that produced these."""
+        self._has_finished, self._is_stopping = threading.Event(), threading.Event()
+        self._sender = threading.Thread(target=self._send_until_stopped, name="ssd-replica-send", daemon=True)
+        self._sender.start()
         self._counted_at = time.monotonic()
         self._own.maintain(self._local.config.refresh_interval_s)
         self.copy = Copy(request, self._local.config, max_tokens)
@@ -171,12 +181,14 @@ class ReplicaClient(DrafterClient):
         self._update()
         prompt, before, steps_before, may_learn = self._local.learnable_of(sequence_id)
         learned, output = pack(prompt, "u4"), np.concatenate([before, tokens])
+        check_tokens(output, self._vocab_size)
         all_steps = steps_before + (steps if len(tokens) else 0)
         self._local.finish(sequence_id, tokens, verified=verified, steps=steps, learn=learn)
         sequence = self._unsent.pop(sequence_id)
         if learn and may_learn:
             sequence.info.prompt = learned
-            self._queue(partial(self._protocol.add_finished, sequence, output, all_steps))
+            self._finished.append((sequence, output, all_steps))
+            self._has_finished.set()
         else:
             self._unlearned += all_steps, len(output)
         if time.monotonic() - self._counted_at > COUNTED_S:
@@ -184,6 +196,7 @@ class ReplicaClient(DrafterClient):
 
     def forget(self, request_id: str) -> None:
         """See `DrafterClient.forget`."""
+        self._send_finished()
         self._local.forget(request_id)
         self._local.corpus.refresh()
         super().forget(request_id)
@@ -193,16 +206,36 @@ class ReplicaClient(DrafterClient):
         if self._is_fork:
             super().close()
             return
+        self._stop_sender()
+        self._send_finished()
         self._send_counts()
         super().close()
         self._close_local()
 
+    def _stop_sender(self) -> None:
+        self._is_stopping.set()
+        self._has_finished.set()
+        self._sender.join()
+
     def _close_local(self) -> None:
         """Release the drafter and the copy."""
+        self._stop_sender()
         self._local.close()
         for follower in self._followers.values():
             follower.close()
         self._own.close()
+
+    def _send_until_stopped(self) -> None:
+        while not self._is_stopping.is_set():
+            self._has_finished.wait()
+            self._is_stopping.wait(SENT_AFTER_S)
+            self._send_finished()
+
+    def _send_finished(self) -> None:
+        """Send the finished sequences. Any thread may call it."""
+        self._has_finished.clear()
+        if self._finished:
+            self._queue(partial(self._protocol.add_finished, self._finished))
 
     def _update(self) -> None:
         """Use the newest copy, and forget what was forgotten."""

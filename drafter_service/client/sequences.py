@@ -148,15 +148,16 @@ class Sequences:
         self._send_starts([sequence])
 
     def finish(self, sequence_id: int) -> None:
-        """End a sequence, and send that now or later, see `add_finished`."""
+        """End a sequence, and send that now or later."""
         sequence = self.running.pop(sequence_id)
         self.behind.discard(sequence)
         self.changes += 1
         self.add_finished(sequence)
+        self.send_ends()
 
     def add_finished(self, sequence: RemoteSequence) -> None:
-        """Add a sequence that has finished, and send it now or later. Beyond `QUEUE_BYTES` some are discarded:
-        first those whose end was sent, then the oldest."""
+        """Add a sequence that has finished, for `send_ends`. Beyond `QUEUE_BYTES` some are discarded: first those whose
+        end was sent, then the oldest."""
         if not (sequence.info.learn or sequence.wire_id):
             return
         self._ended.append(sequence)
@@ -164,7 +165,6 @@ class Sequences:
         while self._ended_bytes > QUEUE_BYTES and len(self._ended) > 1:
             sent = (each for each in self._ended[:-1] if each.end_request)  # The service probably has these.
             self._discard(next(sent, self._ended[0]))
-        self.send_ends()
 
     def forget(self, request_id: str) -> None:
         """Prevent learning from sequences of this name, running or finished."""

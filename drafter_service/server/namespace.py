@@ -412,7 +412,6 @@ class Namespace:
                 full_builds=times.full_builds,
                 forgotten_requests=times.forgotten,
                 dropped_requests=times.dropped,
-                live_gaps=times.live_gaps,
             ),
             memory_bytes=self.memory_bytes,
             copies=tuple(self._copies()),

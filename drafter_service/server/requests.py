@@ -45,6 +45,11 @@ class StartedSequence(NamedTuple):
     """None if it is no rollout."""
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it belongs to no session, and its drafts are not withheld."""
+        return not (self.message.session_id or self.message.shadow)
+
+    @property
     def size(self) -> int:
         """Number of tokens that the sequence begins with."""
         return sum(map(len, self.texts.values()))

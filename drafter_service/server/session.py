@@ -20,6 +20,8 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_COUNT, WireError, check_batch, drafts_message, pack, read_batch
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
+from ssd.corpus.rollout import NO_TAG
+from ssd.stats import VersionTotals
 from ssd.types import DraftBatch, Progress, offsets_of
 
 NO_TOKENS = np.empty(0, np.uint32)
@@ -123,10 +125,13 @@ class Session:
                 self._check_batch(batch, new)
         counts = read_draft_counts(request.draft_counts) if request.HasField("draft_counts") else None
         # Nothing can fail from here on, unless there is only a batch, which has no effect if it fails.
+        ends = {finish.sequence_id: (finish, tokens) for finish, tokens in zip(request.finishes, finished, strict=True)}
         for start in starts:
-            self._start(start)
-        finishes = zip(request.finishes, finished, strict=True)
-        ended = [finish.sequence_id for finish, tokens in finishes if not self._finish(finish, tokens)]
+            if batch is None and start.is_alone and start.message.sequence_id in ends:
+                self._learn(start, *ends.pop(start.message.sequence_id))
+            else:
+                self._start(start)
+        ended = [sequence_id for sequence_id, end in ends.items() if not self._finish(*end)]
         drafts, lost = (NO_DRAFTS, []) if batch is None else self._draft(batch)
         drafts_message(drafts, response.drafts)
         if request.HasField("counters"):
@@ -208,22 +213,40 @@ class Session:
         return offered if self._shadow is None else [min(0, each) for each in offered]
 
     def _start(self, start: StartedSequence) -> None:
-        message, namespace = start.message, self.namespace
+        message = start.message
         if message.shadow != (self._shadow is not None):
             self._withhold(message.shadow)
-        name = message.request_id or None
-        was_forgotten = name is not None and namespace.was_forgotten(name, message.age_s)
         self._drafter.start(
             message.sequence_id,
             **start.texts,
             session_id=message.session_id or None,
-            request_id=name,
-            learn=message.learn and self._may_learn and not was_forgotten,
+            request_id=message.request_id or None,
+            learn=self._may_be_learned(message),
             rollout=start.rollout,
             seed=message.seed if message.HasField("seed") else None,
         )
         self._tokens += start.size
         self._make_room()
+
+    def _may_be_learned(self, message: pb.Start) -> bool:
+        """Return whether what a sequence produces may be learned."""
+        name = message.request_id
+        was_forgotten = bool(name) and self.namespace.was_forgotten(name, message.age_s)
+        return message.learn and self._may_learn and not was_forgotten
+
+    def _learn(self, start: StartedSequence, finish: pb.Finish, tokens: np.ndarray) -> None:
+        """Count and learn a sequence that needs no drafts, as starting and ending it would."""
+        prompt, committed = start.texts["prompt"], start.texts["committed"]
+        steps = max(1, finish.steps) if len(tokens) else 0
+        self._use.stats.record_path(len(tokens), 0, 0, steps)
+        if start.rollout is not None:
+            totals = VersionTotals(1, steps, len(tokens), ended_at=time.monotonic())
+            self._use.stats.record_version(start.rollout.version, totals)
+        if finish.learn and self._may_be_learned(start.message):
+            first = max(0, len(prompt) - self.namespace.config.learned_prompt_tokens)
+            tag = NO_TAG if start.rollout is None else start.rollout.tag
+            text = np.concatenate([prompt[first:], committed, tokens])
+            self.namespace.learn(text, start.message.request_id or None, tag)
 
     def _finish(self, finish: pb.Finish, tokens: np.ndarray) -> bool:
         """End a sequence; return whether it existed."""

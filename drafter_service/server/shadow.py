@@ -55,7 +55,7 @@ class ShadowDrafter(SuffixDrafter):
         self._advance(progress)
         return DraftBatch.empty(len(ids))
 
-    def publish(self, _progress: Progress) -> None:
+    def publish(self) -> None:
         """Do nothing: each step was published when it was committed."""
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool = True, **_: object) -> None:
@@ -114,7 +114,7 @@ class ShadowDrafter(SuffixDrafter):
             min_path_prob=batch.min_path_prob,
         )
         super().draft_unpublished(progress)
-        super().publish(progress)
+        super().publish()
         for each, size in zip(sequences, sizes, strict=True):
             each.tokens, each.has_draft = each.tokens[size:], True
 

@@ -182,9 +182,6 @@ class CorpusReport(_Part):
     dropped_requests: Count = Field(
         default=0, description="Requests that were not learned because too many were waiting to become draftable."
     )
-    live_gaps: Count = Field(
-        default=0, description="Times that outputs of running requests were left out because too many were waiting."
-    )
     merges: Count = Field(description="Times that finished requests became draftable.")
     base_merges: Count = Field(description="Merges into the base tier, the largest part of the suffix array.")
     full_builds: Count = Field(description="Times that the whole suffix array was sorted.")

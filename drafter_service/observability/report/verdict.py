@@ -74,11 +74,10 @@ def remarks(namespace: NamespaceReport) -> list[str]:
             f"Acceptance probabilities are off by {units.share(error)} on average, so drafts are longer or shorter "
             "than optimal. They are learned from the numbers of verified tokens that engines report; check those."
         )
-    if namespace.corpus.dropped_requests or namespace.corpus.live_gaps:
+    if namespace.corpus.dropped_requests:
         found.append(
             f"Merging was too slow for what finished: {units.count(namespace.corpus.dropped_requests)} requests were "
-            f"not learned, and outputs of running requests were left out {units.count(namespace.corpus.live_gaps)} "
-            "times. Give the drafter more processors and memory."
+            "not learned. Give the drafter more processors and memory."
         )
     return found
 

@@ -23,7 +23,7 @@ from tests.drafter_service.server.opened_namespaces import StillCorpus, still_na
 from tests.replay import progress_of
 from tests.strategies import array, examples
 
-CONFIG = DrafterConfig(capacity=10_000, refresh_interval_s=3600)
+CONFIG = DrafterConfig(capacity=10_000, refresh_interval_s=3600, learned_prompt_tokens=3)
 INVALID_ARGUMENT = 3
 
 
@@ -120,19 +120,20 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         ends=st.booleans(),
         may_learn=st.booleans(),
         rollout=st.booleans(),
+        session=st.sampled_from(["", "s"]),
     )
-    def start(self, ids, prompt, learn, ends, may_learn, rollout):
+    def start(self, ids, prompt, learn, ends, may_learn, rollout, session):
         new = sorted(ids - self.running)
-        finishes = [finish(each, [1, 2]) for each in new] if ends else []
+        finishes = [finish(each, [1, 2], learn=True) for each in new] if ends else []
         given = {"shadow": self.shadow, "rollout": pb.Rollout(group="g", version=len(prompt)) if rollout else None}
-        starts = [start(each, prompt, learn, session_id="s" if learn else "", **given) for each in new]
+        starts = [start(each, prompt, learn, session_id=session, **given) for each in new]
         self.send(starts=starts, finishes=finishes, may_learn=may_learn)
         for each in new:
             self.drafter.start(
                 each,
                 array(prompt),
                 learn=learn and may_learn,
-                session_id="s" if learn else None,
+                session_id=session or None,
                 rollout=Rollout("g", len(prompt)) if rollout else None,
             )
         self.running |= {*new}
