@@ -112,11 +112,13 @@ class Copy:
         with self._lock:
             return self._corpus if self._clock() - self._current_at <= TRUSTED_S else None
 
-    def take_forgotten(self) -> list[pb.Change]:
-        """Return what was forgotten since the last call, for the thread that drafts."""
+    def take(self) -> tuple[Corpus | None, list[pb.Change]]:
+        """Return `corpus`, and what was forgotten since the last call, for the thread that drafts."""
         with self._lock:
-            forgotten, self._forgotten = self._forgotten, []
-        return forgotten
+            forgotten = self._forgotten
+            if forgotten:
+                self._forgotten = []
+            return self._corpus if self._clock() - self._current_at <= TRUSTED_S else None, forgotten
 
     def request(self) -> pb.FollowRequest:
         """Return the request that begins a stream."""

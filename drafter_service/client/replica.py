@@ -156,12 +156,16 @@ class ReplicaClient(DrafterClient):
             info.ClearField(name)
         self._unsent[sequence_id] = RemoteSequence(info)
 
-    def begin_draft(self, progress: Progress) -> Callable[[], DraftBatch]:
-        """Draft at once, and return a function that returns the drafts."""
+    def draft(self, progress: Progress) -> DraftBatch:
+        """See `SuffixDrafter.draft`."""
         self._update()
         if (limit := self._draft_limit) is not None:
             progress = replace(progress, max_draft=np.minimum(progress.max_draft, np.uint32(limit)))
-        drafts = self._local.draft(progress)
+        return self._local.draft(progress)
+
+    def begin_draft(self, progress: Progress) -> Callable[[], DraftBatch]:
+        """Draft at once, and return a function that returns the drafts."""
+        drafts = self.draft(progress)
         return lambda: drafts
 
     def draft_after(self, progress: Progress) -> DraftBatch:
@@ -240,7 +244,8 @@ class ReplicaClient(DrafterClient):
     def _update(self) -> None:
         """Use the newest copy, and forget what was forgotten."""
         self._check_process()
-        corpus, changes = self.copy.corpus or self._own, self.copy.take_forgotten()
+        corpus, changes = self.copy.take()
+        corpus = corpus or self._own
         if changes or (corpus is not self._local.corpus and corpus is not self._own):
             # Nothing of the time without a copy is used again: it may have been forgotten.
             self._own.fallback.erase(self._own.clock())
@@ -273,8 +278,8 @@ class ReplicaClient(DrafterClient):
             if name not in self._followers:
                 self._followers[name] = self._followers[""].of_library(name)
             copy = self._followers[name].copy
-            copy.take_forgotten()  # It has no text of this engine's requests.
-            if (library := copy.corpus) is not None:
+            library, _ = copy.take()  # What was forgotten is no text of this engine's requests.
+            if library is not None:
                 libraries.append(library)
         if libraries != list(corpus.libraries):
             corpus.read_from(*libraries)

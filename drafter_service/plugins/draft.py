@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from drafter_service.plugins.namespaces import Namespace
 from drafter_service.plugins.options import RequestOptions
-from ssd.types import ROOT, DraftBatch, Progress, StepTime
+from ssd.types import ROOT, UINT32, DraftBatch, Progress, StepTime
 
 if TYPE_CHECKING:  # It imports numba.
     from ssd.merged_tree import Evaluation, Tree
@@ -159,7 +159,7 @@ class TrackedRequest:
     def commit(self, added: Sequence[int]) -> None:
         """Record that the drafter knows these tokens, too."""
         self.reported += len(added)
-        self.tail = [*self.tail, *added[-CHECKED:]][-CHECKED:]
+        self.tail = [*(self.tail if len(added) < CHECKED else ()), *added[-CHECKED:]][-CHECKED:]
         self._reset()
 
     def outcome(self, added: Sequence[int]) -> tuple[int, int, int]:
@@ -203,14 +203,22 @@ class Turn:
 
 def progress_of(turns: Sequence[Turn], others: int, prompt_tokens: int, step_times: Sequence[StepTime]) -> Progress:
     """Return the progress of requests of one namespace; others: number of other sequences in the step."""
-    steps = [turn.steps for turn in turns]
+    count, steps = len(turns), [turn.steps for turn in turns]
+    numbers = [turn.room for turn in turns]
+    numbers += [turn.resolved for turn in turns]
+    numbers += steps
+    numbers += accumulate([len(turn.added) for turn in turns], initial=0)
+    for turn in turns:
+        numbers += turn.added
+    # Parts of one array: making an array takes longer than all else here.
+    array = np.array(numbers, UINT32)
     return Progress(
         sequence_ids=np.array([turn.request.sequence_id for turn in turns], np.uint64),
-        tokens=np.array([*chain.from_iterable(turn.added for turn in turns)], np.uint32),
-        offsets=np.array([0, *accumulate(len(turn.added) for turn in turns)], np.uint32),
-        verified=np.array([turn.resolved for turn in turns], np.uint32),
-        max_draft=np.array([turn.room for turn in turns], np.uint32),
-        steps=np.array(steps, np.uint32) if max(steps) > 1 else None,
+        tokens=array[4 * count + 1 :],
+        offsets=array[3 * count : 4 * count + 1],
+        verified=array[count : 2 * count],
+        max_draft=array[:count],
+        steps=array[2 * count : 3 * count] if max(steps) > 1 else None,
         other_tokens=prompt_tokens,
         other_sequences=others,
         step_times=step_times,

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +63,28 @@ class DraftCounters:
         return 1 + self.accepted / self.steps if self.steps else 0.0
 
 
+class Guard:
+    """A context that holds a lock, and suppresses exceptions. It takes a third of the time of a generator."""
+
+    def __init__(self, fail: Callable[[Exception], None]) -> None:
+        """fail: called with each exception."""
+        self._fail, self._lock = fail, threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, problem: BaseException | None, _trace: TracebackType | None
+    ) -> bool:
+        try:
+            if isinstance(problem, Exception):
+                self._fail(problem)
+                return True
+            return False
+        finally:
+            self._lock.release()
+
+
 class HostSession:
     """The requests of one host. Any thread may call it."""
 
@@ -90,7 +113,7 @@ class HostSession:
         """By the host's id, least recently drafted first."""
         self._sequences = 0
         """Number of sequences so far: their ids are never used twice, unlike those of hosts."""
-        self._lock = threading.RLock()
+        self._guard = Guard(self._fail)
         self._combination: Combination | None = None
         if limits.has_network:
             with self.guarded():
@@ -250,17 +273,12 @@ class HostSession:
             self._hints.close()
             self.namespaces.close()
 
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Hold the lock, and suppress exceptions, so that none reaches the host; count and report them.
+    def guarded(self) -> Guard:
+        """Return a context that suppresses exceptions, so that none reaches the host; they are counted and reported.
 
-        A plug-in also runs its own code in this context.
+        A plug-in also runs its own code in this context. One thread at a time can enter it.
         """
-        with self._lock:
-            try:
-                yield
-            except Exception as problem:
-                self._fail(problem)
+        return self._guard
 
     # With the lock.
 
@@ -328,14 +346,14 @@ class HostSession:
         """Return the progress of a request; None if it has no drafts."""
         if request.namespace is None:
             return None
-        length, tail = len(text), request.tail
-        known = text[request.reported - len(tail) :]  # One slice: those of hosts take a function call of their own.
-        if length < request.reported or list(known[: len(tail)]) != tail:
+        length, checked = len(text), len(request.tail)
+        known = text[request.reported - checked :]  # One slice: those of hosts take a function call of their own.
+        if length < request.reported or list(known[:checked]) != request.tail:
             self._restart(request, text)
             if request.namespace is None:
                 return None
-            known, tail = text[request.reported :], []
-        new = known[len(tail) :]
+            known, checked = text[request.reported :], 0
+        new = known[checked:]
         added = valid_prefix(new, self._vocab_size)
         room = request.room(length, self._limits.max_draft) if len(added) == len(new) else 0
         verified, accepted, resolved = request.outcome(added)
