@@ -158,6 +158,40 @@ def test_text_of_a_name_that_was_forgotten_while_it_ran_is_not_learned(service, 
         assert caller.probe(name, counted(100)[:8]) == []
 
 
+def test_finished_sequences_are_sent_several_in_a_message_and_before_one_is_forgotten(service, name, monkeypatch):
+    monkeypatch.setattr(replica, "SENT_AFTER_S", 3600)
+    with replica_of(service, name) as client, replica_of(service, name) as other:
+        pending, sent = client._protocol.pending, []
+        send = pending._send
+        monkeypatch.setattr(pending, "_send", lambda data: (sent.append(data), send(data)))
+        for first in (100, 300, 500):
+            client.start(first, array(counted(first)[:8]), request_id=f"{first}")
+            client.finish(first, array(counted(first)[8:]))
+        assert sent == []
+        client.forget("300")
+        assert [start.request_id for start in pb.DraftRequest.FromString(sent[0]).starts] == ["100", "300", "500"]
+        eventually(lambda: has(other, 500))
+        assert has(other, 100)
+        assert not has(other, 300)
+
+
+def test_what_finished_last_is_learned_when_the_client_is_closed(service, caller, name, monkeypatch):
+    monkeypatch.setattr(replica, "SENT_AFTER_S", 3600)
+    with ReplicaClient(service.address, namespace=name) as client:
+        client.start(1, array(counted(100)[:8]))
+        client.finish(1, array(counted(100)[8:]))
+    assert eventually(lambda: caller.probe(name, counted(100)[:8]))[:4] == counted(100)[8:12]
+
+
+def test_output_outside_of_the_vocabulary_is_refused_when_it_ends(service, name):
+    model = ModelIdentity(vocab_size=50)
+    with ReplicaClient(service.address, namespace=name, model=model) as client:
+        client.start(1, array([1, 2]))
+        with pytest.raises(ValueError, match="outside the vocabulary of 50"):
+            client.finish(1, array([50]))
+        client.finish(1, array([49]))
+
+
 def test_a_service_that_sends_no_copy_still_limits_the_length_of_drafts(socket_address):
     repeated, lost = 3 * counted(100), []
     with (
