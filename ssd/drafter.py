@@ -168,7 +168,8 @@ class SuffixDrafter(CorpusDrafter):
         view, libraries = self.corpus.view, self.corpus.library_views
         tiers = np.concatenate([each.arrays.tiers for each in libraries]) if libraries else NO_LIBRARIES
         try:
-            return step(self._frame.addresses, view.addresses, self.corpus.live.addresses, tiers, *batch, *drafts, least)
+            live = self.corpus.live.addresses
+            return step(self._frame.addresses, view.addresses, live, tiers, *batch, *drafts, least)
         except TypeError:
             # The kernel has no version for arrays of types other than those of `Progress`.
             return REFUSED, 0

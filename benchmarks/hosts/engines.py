@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.hosts.llama import LLAMA_HOSTS, LLAMA_METHODS
+from benchmarks.hosts.mimo import target_of
 from drafter_service.observability.measuring.rounds import Timer
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 
@@ -38,7 +38,7 @@ VLLM_SPECULATION: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix"},
     **dict.fromkeys(OWN, NULL_PROPOSER),
 }
-NETWORKS = ("draft_model", "eagle", "eagle3")
+NETWORKS = ("draft_model", "eagle", "eagle3", "mtp")
 """vLLM's methods with a network for the shipped model that drafts as many tokens as are wanted."""
 METHODS = {"vllm": tuple(VLLM_SPECULATION), "transformers": ("none", "prompt-lookup", *OWN), **LLAMA_METHODS}
 ONE_AT_ONCE = ("prompt-lookup",)
@@ -106,15 +106,16 @@ def open_vllm(method: str) -> RunTask:
         options["speculative_config"] = {**VLLM_SPECULATION[method], "num_speculative_tokens": MAX_DRAFT}
     if own in OWN:
         options["scheduler_cls"] = "drafter_service.plugins.vllm.Scheduler"
-    core = LLM(
-        str(SHIPPED_MODEL),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=MAX_SEQUENCES,
-        disable_log_stats=True,
-        **options,
-    ).llm_engine
+    with target_of(network or method) as folder:
+        core = LLM(
+            str(folder),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_seqs=MAX_SEQUENCES,
+            disable_log_stats=True,
+            **options,
+        ).llm_engine
 
     def run_task(task: Task) -> Run:
         run, outputs = Run(steps=[0] * len(task.prompts)), dict[str, list[int]]()
@@ -143,11 +144,9 @@ def open_vllm(method: str) -> RunTask:
 
 def network_options(method: str, max_draft: int) -> dict[str, Any]:
     """Return vLLM's options for a network of the shipped model that drafts `NETWORK_DRAFT` tokens."""
-    options = {
-        "method": method,
-        "model": str(SHIPPED_HEADS / method.replace("_", "-")),
-        "num_speculative_tokens": max_draft,
-    }
+    options: dict[str, Any] = {"method": method, "num_speculative_tokens": max_draft}
+    if method != "mtp":  # That is a part of the target's checkpoint.
+        options["model"] = str(SHIPPED_HEADS / method.replace("_", "-"))
     if max_draft > NETWORK_DRAFT:
         options["num_speculative_tokens_per_batch_size"] = [(1, MAX_SEQUENCES, NETWORK_DRAFT)]
     return options
@@ -231,30 +230,34 @@ _plugin_s: list[float] = []
 
 
 def open_method(host: str, method: str, settings: str) -> None:
-    """Load a host in this process, and measure the processor time of the plug-in, all of which runs in
-    `HostSession.guarded`. settings: those of the plug-in, see `PluginSettings`.
+    """Load a host in this process, and measure the processor time of the plug-in, all of which runs in a `Guard`.
+
+    settings: those of the plug-in, see `PluginSettings`.
     """
     global _run_task
     os.environ["SSD_PLUGIN"] = settings
     _run_task = OPENERS[host](method)
     # After vLLM, which must be imported before Numba.
-    from drafter_service.plugins.session import HostSession
+    from drafter_service.plugins.session import Guard
 
-    guarded, is_inside = HostSession.guarded, False
+    enter, leave, depth, began = Guard.__enter__, Guard.__exit__, 0, 0.0
 
-    @contextmanager
-    def measured(session: HostSession) -> Iterator[None]:
-        nonlocal is_inside
-        is_outermost, is_inside, began = not is_inside, True, time.thread_time()
-        try:
-            with guarded(session):
-                yield
-        finally:
-            if is_outermost:
-                is_inside = False
-                _plugin_s.append(time.thread_time() - began)
+    def measured_enter(guard: Guard) -> None:
+        nonlocal depth, began
+        depth += 1
+        if depth == 1:
+            began = time.thread_time()
+        enter(guard)
 
-    HostSession.guarded = measured  # type: ignore[method-assign]
+    def measured_leave(guard: Guard, *problem: Any) -> bool:
+        nonlocal depth
+        depth -= 1
+        is_suppressed = leave(guard, *problem)
+        if depth == 0:
+            _plugin_s.append(time.thread_time() - began)
+        return is_suppressed
+
+    Guard.__enter__, Guard.__exit__ = measured_enter, measured_leave  # type: ignore[method-assign]
 
 
 def run(task: Task) -> Run:

@@ -49,9 +49,9 @@ MAX_TOKENS = 64 << 20
 """Largest number of tokens of a copy by default: 1 GB at most. Of a larger corpus it has the newest."""
 OWN_TOKENS = 1 << 16
 """Capacity of the corpus that is used while there is no copy; it has no finished text."""
-SENT_AFTER_S = 0.1
-"""Time after which finished sequences are sent, several in a message. A thread does it: the engine's thread would wait for
-the interpreter's lock after waking others."""
+SENT_AFTER_S = 0.03
+"""Time after which finished sequences are sent, several in a message. Another thread does it: the engine's thread would
+wait for the interpreter's lock after waking others."""
 COUNTED_S = 10.0
 """Interval at which counts of draft tokens are sent."""
 

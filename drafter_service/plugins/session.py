@@ -324,7 +324,7 @@ class HostSession:
         namespace.drafter.start(
             self._sequences,
             prompt.astype(np.uint32),
-            hints=np.array(hints, np.uint32),
+            hints=np.array(hints, np.uint32) if len(hints) else None,
             session_id=options.session_id,
             learn=not options.private,
             rollout=options.rollout,

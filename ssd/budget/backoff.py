@@ -12,8 +12,8 @@ that is still empty will soon be useful. A first trial that is expected to lose 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from math import ceil
-from statistics import median
 
 MAX_LOSS = 0.01
 """Fraction of the time that drafting costs in the end while it is not worthwhile: the allowance that a step adds."""
@@ -81,7 +81,7 @@ class Backoff:
         """
         self._drafting.append(drafting)
         if len(self._drafting) > RECENT // 2:
-            usual = median(self._drafting)
+            usual = _median(self._drafting)
             saved -= min(drafting, MAX_DRAFTING * usual) + self._uncounted * usual
             self._uncounted = 0
         else:
@@ -95,7 +95,7 @@ class Backoff:
             self._run = min(self._run + saved, most)
         self.steps += 1
         if max(self._sum, self._run) < 0 and self.steps >= self._min_trial_steps:
-            self.steps, self.pause_steps = 0, max(self._shortest_pause, self._missing_steps(-median(self._saved)))
+            self.steps, self.pause_steps = 0, max(self._shortest_pause, self._missing_steps(-_median(self._saved)))
         elif self.steps == self._run_steps:
             self.steps, self.pause_steps = 0, self._shortest_pause
             self._run_steps = min(2 * self._run_steps, self._most_run_steps)
@@ -128,3 +128,8 @@ class Backoff:
         """
         lost = max(self._trial, self._min_trial_steps * loss)
         return max(0, ceil((lost - self._allowance) / MAX_LOSS))
+
+
+def _median(values: Collection[float]) -> float:
+    """Return the median, of an even number the larger one of the two in the middle."""
+    return sorted(values)[len(values) // 2]

@@ -9,6 +9,7 @@ import numpy as np
 
 from ssd.budget.backoff import MEASURED_RUNS, Backoff
 from ssd.budget.curve import MAX_SECONDS, StepCurve
+from ssd.budget.padding import NO_PADDING, Padding
 from ssd.budget.totals import BudgetTotals
 from ssd.kernels.arrays import addresses_of, allocate
 from ssd.kernels.budget import (
@@ -61,6 +62,8 @@ class TokenBudget:
         self._backoff = Backoff(runs=MEASURED_RUNS if curve.is_learned else None)
         self._shown: tuple[object, ...] = ()
         """Contents of the arrays: cost or revision of the curve, and number of sequences."""
+        self._shapes: tuple[np.ndarray, Padding] = (np.empty(0), NO_PADDING)
+        """Knots and padding in the arrays."""
         self.prepare(1)
 
     def prepare(self, sequences: int, other_tokens: int = 0, cost: float | None = None) -> None:
@@ -152,16 +155,21 @@ class TokenBudget:
 
     def _write(self, curve: StepCurve, sequences: int = 1) -> None:
         """Copy a curve into the arrays. Raises ValueError if it does not fit."""
-        padding = curve.padding(sequences)
+        shapes = curve.knots, curve.padding(sequences)
+        if shapes[0] is not self._shapes[0] or shapes[1] != self._shapes[1]:
+            self._write_shapes(*shapes)
+            self._shapes = shapes
+        self.arrays.seconds[: len(curve.knots)] = curve.row(sequences)
+        self.arrays.state[RAGGED] = curve.ragged_seconds(sequences)
+
+    def _write_shapes(self, knots: np.ndarray, padding: Padding) -> None:
+        """Copy what is the same in most steps. Raises ValueError as `_write`."""
         for index, array, values in (
-            (KNOTS, self.arrays.knots, curve.knots),
-            (KNOTS, self.arrays.seconds, curve.row(sequences)),
+            (KNOTS, self.arrays.knots, knots),
             (SIZES, self.arrays.sizes, padding.sizes),
             (LENGTHS, self.arrays.lengths, padding.lengths),
         ):
             if len(values) > len(array):
                 raise ValueError(f"a step-time curve has {len(values)} sizes; at most {len(array)} are supported")
-            if len(values):  # Writing nothing would take a microsecond.
-                array[: len(values)] = values
+            array[: len(values)] = values
             self.arrays.facts[index] = len(values)
-        self.arrays.state[RAGGED] = curve.ragged_seconds(sequences)

@@ -31,7 +31,6 @@ from ssd.kernels.jit import (
     kernel,
     outline,
     peek,
-    poke,
     release,
     try_acquire,
 )

@@ -392,11 +392,11 @@ def step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Commit the tokens of each sequence of a batch, and draft for it.
 
-    frame: `StepFrame.addresses`. view: `View.addresses`. live: `LiveTier.addresses`. library_tiers: int64 [n, TIER_COLUMNS], tiers of the views of
-    libraries. rows: int64 [B], the sequences' rows in the tables. tokens, offsets, verified, limits and steps: fields
-    of `Progress`, limits is `max_draft`; steps is empty if all elements are 1. The next five arrays are those of a
-    `DraftBatch`, and are written; tuples would take twice as long to pass. least: minimum path probability of a draft
-    token; 0: the token budget decides.
+    frame: `StepFrame.addresses`. view: `View.addresses`. live: `LiveTier.addresses`. library_tiers: int64
+    [n, TIER_COLUMNS], tiers of the views of libraries. rows: int64 [B], the sequences' rows in the tables. tokens,
+    offsets, verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty if all elements are
+    1. The next five arrays are those of a `DraftBatch`, and are written; tuples would take twice as long to pass.
+    least: minimum path probability of a draft token; 0: the token budget decides.
     Returns the result, and the index of a sequence that needs room; for DONE, the number of draft tokens.
     """
     batch = CommittedBatch(rows, tokens, offsets, verified, limits, steps)
@@ -426,9 +426,7 @@ def step(  # type: ignore[no-untyped-def]
             continue
         growing = _growing(tables, rows[index])
         owner, tag = sequence[OWNER], sequence[TAG]
-        shared = SearchedText(
-            tiers, spans[index], len(tiers) - 1, running.owners, owner, tag, tags, running.tags
-        )
+        shared = SearchedText(tiers, spans[index], len(tiers) - 1, running.owners, owner, tag, tags, running.tags)
         libraries = _searched_alone(library_tiers, library_spans, shared)
         limits_here = GrowthLimits(threshold, limit, frame[IS_TREE] != 0)
         sequence[NODES] = draft(arrays, growing, sequence, shared, libraries, ring, depth, limits_here)

@@ -107,8 +107,9 @@ class Sequences:
         """Add a sequence with the text of `local`; return its row.
 
         is_predicted: whether the next tokens are expected to repeat that text from its beginning. shared_from: first
-        token of that text that may precede what is offered to other sequences; None: they are offered nothing. tag: see `Rollout.tag`. seed: of the target's noise, None if it is
-        not known. hinted: number of tokens of the text that precede the prompt.
+        token of that text that may precede what is offered to other sequences; None: they are offered nothing. tag: see
+        `Rollout.tag`. seed: of the target's noise, None if it is not known. hinted: number of tokens of the text that
+        precede the prompt.
         """
         if not self._free:
             self._grow(2 * len(self.state))

@@ -25,6 +25,7 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.hosts.mimo import target_of
 from tests.hosts import vllm_server
 from tests.hosts.vllm_server import DEADLINE_S, MODEL, ROOT
 from tests.servers import served
@@ -82,8 +83,11 @@ def engine(drafts=None, network="", **options):
             "model": str(HEADS / network.replace("_", "-")),
             "num_speculative_tokens_per_batch_size": [(1, 256, 4)],
         }
+        if network == "mtp":  # It is a part of the target's checkpoint.
+            del options["speculative_config"]["model"]
     options = {"max_model_len": 1024, **options}
-    llm = LLM(str(MODEL), dtype="float32", enforce_eager=True, disable_log_stats=False, **options)
+    with target_of(network) as folder:
+        llm = LLM(str(folder), dtype="float32", enforce_eager=True, disable_log_stats=False, **options)
     try:
         yield llm
     finally:
@@ -228,6 +232,10 @@ def network_and_replica():
     return with_network("eagle", drafting="replica")
 
 
+def mtp_and_replica():
+    return with_network("mtp", drafting="replica")
+
+
 def with_network(network, **settings):
     with socket(**settings) as address, sidecar(address), engine(16, network) as llm:
         return drafts_of_both(llm)
@@ -267,7 +275,9 @@ def wrong_draft(draft, kind):
     return [draft, draft * 9, [], [*draft[:1], 4096, 1 << 40], [-1, *draft]][kind]
 
 
-@pytest.mark.parametrize("scenario", ["network_and_sidecar", "network_and_replica", "network_that_fails"])
+@pytest.mark.parametrize(
+    "scenario", ["network_and_sidecar", "network_and_replica", "mtp_and_replica", "network_that_fails"]
+)
 def test_drafts_of_a_network_and_of_the_corpus_change_no_output(plain, folder, scenario):
     result = run(scenario, folder)
     assert result["outputs"] == [plain["outputs"]] * 2

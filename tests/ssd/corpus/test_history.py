@@ -19,9 +19,8 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
 from ssd.corpus.ring import PAD
 from ssd.corpus.rollout import NO_TAG, TAGGED
-from ssd.corpus.search import Match, longest_match
+from ssd.corpus.search import MAX_COMPARED, Match, longest_match
 from ssd.corpus.snapshot import load, save
-from ssd.kernels.match import REACH
 from tests import naive
 from tests.ssd.addresses import uint32_at
 from tests.ssd.corpora import DEPTH, assert_whole, text_of, tiny_slices
@@ -65,7 +64,8 @@ class History:
     """A corpus, and lists of what it should contain."""
 
     EVENTS = (
-        *("append",) * 8, "forget", "forget_older_than", *("refresh",) * 4, *("refresh_after_a_failure",) * 8, *("settle",) * 2, "restore", *("search",) * 2,
+        *("append",) * 8, "forget", "forget_older_than", *("refresh",) * 4, *("refresh_after_a_failure",) * 8,
+        *("settle",) * 2, "restore", *("search",) * 2,
     )  # fmt: skip
 
     def __init__(self, seed):
@@ -247,7 +247,7 @@ class History:
         found = [position for position, length in lengths.items() if length == longest > 0]
         match = longest_match(self.corpus.view, array(context), DEPTH)
         self.seen["found"] += len(found) > 0
-        if len(found) < REACH:
+        if len(found) < MAX_COMPARED:
             assert match == Match(longest, len(text) - found[-1] if found else -1)
         assert match.length == longest
 

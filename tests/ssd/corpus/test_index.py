@@ -13,7 +13,6 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.view import RING_HEAD, RING_OLDEST
 from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
-from tests.strategies import array
 
 
 @pytest.mark.parametrize("waiting", [0, 3])
