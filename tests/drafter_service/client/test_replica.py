@@ -135,10 +135,11 @@ def test_forgotten_text_is_not_offered(service, caller, name):
 
 def test_running_text_of_a_forgotten_name_is_not_offered_to_others(service, caller, name):
     with replica_of(service, name) as client:
-        client.start(1, array(counted(100)[:8]), request_id="mine")
-        client.start(2, array(counted(900)[:8]))
-        client.draft(progress_of({1: counted(100)[8:30], 2: []}, 4))
-        eventually(lambda: has(client, 100))
+        mine, other = next(numbers), next(numbers)
+        client.start(mine, array(counted(100)[:8]), request_id="mine")
+        client.start(other, array(counted(900)[:8]))
+        client.draft(progress_of({mine: counted(100)[8:30], other: []}, 4))
+        assert has(client, 100)
         caller.call("Forget", namespace=name, request_id="mine")
         eventually(lambda: not has(client, 100))
 
