@@ -318,8 +318,8 @@ class CorpusDrafter(Drafter):
     def forget_own(self, request_id: str) -> int:
         """Forget what was produced under a request id and is not in the corpus yet; return the number of sequences.
 
-        A running sequence of that id continues, but after the next refresh no other sequence is offered its output, and
-        it is not remembered. Idle sessions with a turn of that id end.
+        A running sequence of that id continues, but from now on no other sequence is offered its output, and it is not
+        remembered. Idle sessions with a turn of that id end.
         """
         forgotten = 0
         self._idle.drop(lambda idle: request_id in idle.turns)
@@ -361,7 +361,7 @@ class CorpusDrafter(Drafter):
         state = self._sequences.state[running.row]
         if state[IS_SHARED]:
             state[IS_SHARED] = 0
-            self.corpus.live.end(int(state[OWNER]))
+            self.corpus.hide_running(int(state[OWNER]))
             self.corpus.fallback.remove_output(self._sequences.local(running.row).tokens, running.given)
 
     def _owner_of(self, running: Running) -> int:

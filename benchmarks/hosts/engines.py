@@ -244,18 +244,17 @@ def open_method(host: str, method: str, settings: str) -> None:
 
     def measured_enter(guard: Guard) -> None:
         nonlocal depth, began
+        enter(guard)
         depth += 1
         if depth == 1:
             began = time.thread_time()
-        enter(guard)
 
     def measured_leave(guard: Guard, *problem: Any) -> bool:
         nonlocal depth
         depth -= 1
-        is_suppressed = leave(guard, *problem)
         if depth == 0:
             _plugin_s.append(time.thread_time() - began)
-        return is_suppressed
+        return leave(guard, *problem)
 
     Guard.__enter__, Guard.__exit__ = measured_enter, measured_leave  # type: ignore[method-assign]
 

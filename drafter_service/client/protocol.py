@@ -19,7 +19,7 @@ import numpy as np
 from drafter_service.client.connection import RefusedError
 from drafter_service.client.identity import process_name
 from drafter_service.client.pending import Pending, PendingRequests, Phase, Send
-from drafter_service.client.sequences import TOKEN_BYTES, RemoteSequence, Sequences
+from drafter_service.client.sequences import PART_BYTES, TOKEN_BYTES, RemoteSequence, Sequences
 from drafter_service.observability.process import own_version
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
@@ -258,15 +258,19 @@ class Protocol:
         sequence.info.learn &= learn
         self.sequences.finish(sequence_id)
 
-    def add_finished(self, finished: deque[tuple[RemoteSequence, np.ndarray, int]]) -> None:
+    def send_finished(self, finished: deque[tuple[RemoteSequence, np.ndarray, int]]) -> None:
         """Take and send sequences whose drafts were not requested: their starts, and their outputs, uint32 [n], which
         were produced in a number of steps.
         """
+        size = 0
         while finished:
             sequence, output, steps = finished.popleft()
             sequence.commit(pack(output, "u4"), 0, steps)
             self.sequences.add_finished(sequence)
-        self.sequences.send_ends()
+            size += sequence.nbytes
+            if size >= PART_BYTES or not finished:
+                while self.sequences.send_ends():
+                    size = 0
 
     def forget(self, request_id: str) -> None:
         """Prevent learning from sequences of this name that were not sent completely."""

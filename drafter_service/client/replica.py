@@ -112,13 +112,13 @@ class ReplicaClient(DrafterClient):
         """Sequences to be sent, with their outputs, uint32 [n], and the numbers of steps that produced these."""
         self._has_finished, self._is_stopping = threading.Event(), threading.Event()
         self._sender = threading.Thread(target=self._send_until_stopped, name="ssd-replica-send", daemon=True)
-        self._sender.start()
         self._counted_at = time.monotonic()
         self._own.maintain(self._local.config.refresh_interval_s)
         self.copy = Copy(request, self._local.config, max_tokens)
         self._followers = {"": Follower(connector, self.copy, on_copy_lost)}
         """By the name of a library; "" for the namespace itself."""
         try:
+            self._sender.start()
             super().__init__(
                 address,
                 model=model,
@@ -219,7 +219,8 @@ class ReplicaClient(DrafterClient):
     def _stop_sender(self) -> None:
         self._is_stopping.set()
         self._has_finished.set()
-        self._sender.join()
+        if self._sender.is_alive():
+            self._sender.join()
 
     def _close_local(self) -> None:
         """Release the drafter and the copy."""
@@ -233,13 +234,16 @@ class ReplicaClient(DrafterClient):
         while not self._is_stopping.is_set():
             self._has_finished.wait()
             self._is_stopping.wait(SENT_AFTER_S)
-            self._send_finished()
+            try:
+                self._send_finished()
+            except Exception:
+                logger.exception("finished sequences were not sent")
 
     def _send_finished(self) -> None:
-        """Send the finished sequences. Any thread may call it."""
+        """Send the finished sequences. Any thread may call it: they are taken with the lock."""
         self._has_finished.clear()
         if self._finished:
-            self._queue(partial(self._protocol.add_finished, self._finished))
+            self._queue(partial(self._protocol.send_finished, self._finished))
 
     def _update(self) -> None:
         """Use the newest copy, and forget what was forgotten."""
@@ -256,6 +260,7 @@ class ReplicaClient(DrafterClient):
             self._read_libraries(corpus)
         for change in changes:
             if change.WhichOneof("what") == "forgotten":
+                self._send_finished()
                 self._local.forget_own(change.forgotten)
                 self._queue(partial(self._protocol.forget, change.forgotten))
             elif change is EVERYTHING or change.forgotten_before == math.inf:

@@ -1,7 +1,7 @@
 """The corpus: finished and running requests, and an index over them that queries read without locks.
 
-Callers put changes into queues; a maintainer thread applies them and publishes a new view of the index. This module
-does not know how drafts are chosen.
+Callers put changes into queues; a maintainer thread applies them and publishes a new view of the index. The output of
+running requests is in `ssd.kernels.live`. This module does not know how drafts are chosen.
 """
 
 from __future__ import annotations
@@ -244,15 +244,23 @@ class Corpus:
         return next(self._owners)
 
     def publish(self, state: np.ndarray, rows: np.ndarray) -> None:
-        """Offer what running requests have produced to others, if there are any; see `LiveTier.publish`."""
+        """Offer what running requests have produced to others, if there are any; see `LiveTier.publish`.
+
+        Wakes the maintainer if there is too much to merge for the thread that drafts.
+        """
         if self._running > 1 and self.live.publish(state, rows):
             self._wake.set()
 
     def end_running(self, owner: int) -> None:
-        """Unregister a running request."""
+        """Unregister a running request, and `hide_running`."""
         with self._count_lock:
             self._running -= 1
-        self.live.end(owner)
+        self.hide_running(owner)
+
+    def hide_running(self, owner: int) -> None:
+        """Offer the output of a running request to nobody any more."""
+        if self.live.end(owner):
+            self._wake.set()
 
     def refresh(self) -> None:
         """Apply all queued changes now: index what was appended, and erase what was forgotten.
@@ -261,8 +269,10 @@ class Corpus:
         """
         self._check_process()
         with self._refresh_lock:
-            if self.live.waiting:
+            if self.live.is_waiting:
                 self.live.merge()
+                if self.live.is_waiting:  # Another thread was in the way.
+                    self._wake.set()
             has_changes = self._inbox or self._forgets or self._waiting
             if not (has_changes or self._index.is_merging or self._has_failed):
                 return

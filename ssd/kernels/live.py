@@ -6,13 +6,16 @@ requests have produced, and merge the positions of the new text into a suffix ar
 corpus's own thread had better do it.
 
 There are two suffix arrays: searches read the front one, and a merge writes the other one once no search reads it any
-more. The text of a request that has ended is not offered any more; its blocks are used again once neither suffix array
-refers to them.
+more. The text of a request that has ended is not offered any more. Its blocks leave the suffix array with the next
+merge, and are used again after the one after that, when nobody can read them any more.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+import os
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -21,6 +24,7 @@ from ssd.corpus.suffix_array import ALL_POSITIONS, find_places, merge_some, sort
 from ssd.kernels.arrays import addresses_of, allocate, opener
 from ssd.kernels.evidence import BLOCK_BITS
 from ssd.kernels.jit import (
+    Bool,
     Int,
     LongRows,
     Longs,
@@ -51,8 +55,9 @@ ENDED, LEAVING, LEFT, FREE = -1, -2, -3, -4
 suffix array refers to it, and may have readers. FREE: neither of them does."""
 
 # Entries of `LiveArrays.facts`.
-ADDED, USED = range(2)
-"""Number of positions that wait for a merge; number of blocks, from the first one on, that were ever used."""
+ADDED, ENDING, OLD, USED = range(4)
+"""Number of positions that wait for a merge; numbers of blocks that are ENDED, and LEFT; number of blocks, from the
+first one on, that were ever used."""
 
 
 class LiveArrays(NamedTuple):
@@ -78,15 +83,19 @@ class LiveArrays(NamedTuple):
     """Scratch of a merge: the positions of the front suffix array that remain."""
     places: Annotated[np.ndarray, np.int64, "slots"]
     """Scratch of a merge: where the added positions belong among these."""
-    facts: Annotated[np.ndarray, np.int64, 2]
+    facts: Annotated[np.ndarray, np.int64, 4]
     writing: Annotated[np.ndarray, np.uint32, 1]
     """Lock of the text, the owners, `added` and `facts`."""
     merging: Annotated[np.ndarray, np.uint32, 1]
-    """Lock of the scratch and of the suffix array that is not the front one."""
+    """Lock of the scratch and of the suffix array that is not the front one, which is never waited for."""
 
 
 open_live = opener(LiveArrays, "blocks", "slots", "padded")
 """Returns the `LiveArrays` of `LiveTier.addresses` to a kernel."""
+BYTES_PER_SLOT = 32
+"""Memory of all arrays with an element for each slot."""
+
+_TIERS: WeakSet[LiveTier] = WeakSet()
 
 
 class LiveTier:
@@ -102,6 +111,7 @@ class LiveTier:
         self.arrays.facts[USED] = 1
         self.addresses = addresses_of(self.arrays, blocks, blocks * BLOCK, blocks * BLOCK + PAD)
         """int64, as `open_live` expects them."""
+        _TIERS.add(self)
 
     def publish(self, state: np.ndarray, rows: np.ndarray) -> bool:
         """Offer what sequences have produced to others; return whether another thread should call `merge`.
@@ -109,26 +119,52 @@ class LiveTier:
         state: int64 [R, STATE_COLUMNS], see `ssd.sequences.tables`; its columns about this tier are updated. rows:
         int64 [B], those of the sequences.
         """
-        return bool(_publish(self.addresses, state, rows, self._depth))
+        return bool(self._run(_publish, state, rows))
+
+    def end(self, owner: int) -> bool:
+        """Offer the text of an owner to nobody any more; return whether another thread should call `merge`."""
+        return bool(self._run(_end, owner))
 
     def merge(self) -> None:
-        """Let searches find what was published. It may be left to the next call while another thread searches."""
-        _merge(self.addresses, self._depth)
-
-    def end(self, owner: int) -> None:
-        """Offer the text of an owner to nobody any more."""
-        _end(self.addresses, owner)
+        """Let searches find what was published, and free blocks, unless another thread merges, or reads too long."""
+        self._run(_merge)
 
     @property
-    def waiting(self) -> int:
-        """Number of published tokens that searches do not find yet."""
-        return int(self.arrays.facts[ADDED])
+    def is_waiting(self) -> bool:
+        """Whether searches do not find all published tokens yet, or still meet some of requests that have ended."""
+        return bool(self.arrays.facts[ADDED] or self.arrays.facts[ENDING])
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes."""
-        used, size = int(self.arrays.facts[USED]), int(self.arrays.sizes.max())
-        return 4 * BLOCK * (used - 1) + 8 * size + self.arrays.owners.nbytes
+        """Largest memory in bytes that its blocks can have taken so far."""
+        return BYTES_PER_SLOT * BLOCK * (int(self.arrays.facts[USED]) - 1) + self.arrays.owners.nbytes
+
+    def _run(self, kernel: Callable[..., Any], *given: Any) -> Any:
+        """Call a kernel, and release the lock of a merge that fails for want of memory."""
+        try:
+            return kernel(self.addresses, *given, self._depth)
+        except MemoryError:
+            self.abandon_merge()
+            raise
+
+    def abandon_merge(self) -> None:
+        """Undo what a merge that was not completed has begun; the positions that it would have added are lost."""
+        arrays = self.arrays
+        arrays.owners[arrays.owners == LEAVING] = ENDED
+        arrays.facts[ENDING] = np.count_nonzero(arrays.owners == ENDED)
+        arrays.facts[OLD] = np.count_nonzero(arrays.owners == LEFT)
+        arrays.merging[:] = 0
+
+
+def _release_locks() -> None:
+    """Make all tiers usable in a forked child, in which the threads that merged or read them do not exist."""
+    for tier in _TIERS:
+        tier.arrays.writing[:] = tier.arrays.readers[:] = 0
+        tier.abandon_merge()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_locks)
 
 
 @outline
@@ -209,12 +245,13 @@ def _begin_merge(live):  # type: ignore[no-untyped-def]
     count, leaving = live.facts[ADDED], 0
     live.sorted[:count] = live.added[:count]
     live.facts[ADDED] = 0
-    for block in range(1, live.facts[USED]):
+    for block in range(1, live.facts[USED] if live.facts[ENDING] + live.facts[OLD] > 0 else 0):
         if live.owners[block] == LEFT:
             live.owners[block] = FREE
         elif live.owners[block] == ENDED:
             live.owners[block] = LEAVING
             leaving += 1
+    live.facts[ENDING] = live.facts[OLD] = 0
     return count, leaving
 
 
@@ -253,15 +290,29 @@ def _merge_all(live, depth):  # type: ignore[no-untyped-def]
         )
         live.sizes[other] = size + count
         add_to(live.front.ctypes.data, np.uint32(other) - np.uint32(which))
-        acquire(live.writing)
-        for block in range(1, live.facts[USED]):
-            if live.owners[block] == LEAVING:
-                live.owners[block] = LEFT
-        release(live.writing)
+        if leaving > 0:
+            acquire(live.writing)
+            for block in range(1, live.facts[USED]):
+                if live.owners[block] == LEAVING:
+                    live.owners[block] = LEFT
+            live.facts[OLD] += leaving
+            release(live.writing)
     release(live.merging)
 
 
-@kernel(Longs, LongRows, Longs, Int, returns=Int)
+@inline
+def _merge_if_small(live, depth):  # type: ignore[no-untyped-def]
+    """Merge if that takes no longer than waking another thread; return whether another thread should merge."""
+    facts = live.facts
+    if facts[ADDED] + facts[ENDING] + facts[OLD] == 0:
+        return False
+    if live.sizes[np.int64(live.front[0])] + ADDED_COST * facts[ADDED] > SMALL_MERGE:
+        return True
+    _merge_all(live, depth)
+    return facts[ADDED] + facts[ENDING] > 0
+
+
+@kernel(Longs, LongRows, Longs, Int, returns=Bool)
 def _publish(addresses, state, rows, depth):  # type: ignore[no-untyped-def]
     """See `LiveTier.publish`."""
     live = open_live(addresses)
@@ -269,11 +320,8 @@ def _publish(addresses, state, rows, depth):  # type: ignore[no-untyped-def]
     for row in rows:
         if state[row, IS_SHARED]:
             _publish_one(live, state[row], depth)
-    added = live.facts[ADDED]
     release(live.writing)
-    if added > 0 and live.sizes[np.int64(live.front[0])] + ADDED_COST * added <= SMALL_MERGE:
-        _merge_all(live, depth)
-    return live.facts[ADDED]
+    return _merge_if_small(live, depth)
 
 
 @kernel(Longs, Int, returns=Nothing)
@@ -282,12 +330,14 @@ def _merge(addresses, depth):  # type: ignore[no-untyped-def]
     _merge_all(open_live(addresses), depth)
 
 
-@kernel(Longs, Int, returns=Nothing)
-def _end(addresses, owner):  # type: ignore[no-untyped-def]
+@kernel(Longs, Int, Int, returns=Bool)
+def _end(addresses, owner, depth):  # type: ignore[no-untyped-def]
     """See `LiveTier.end`."""
     live = open_live(addresses)
     acquire(live.writing)
     for block in range(1, live.facts[USED]):
         if live.owners[block] == owner:
             live.owners[block] = ENDED
+            live.facts[ENDING] += 1
     release(live.writing)
+    return _merge_if_small(live, depth)

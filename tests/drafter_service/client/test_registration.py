@@ -1,5 +1,8 @@
 """Sequences that the service lost, has no room for, or must learn after their end; and services that answer late."""
 
+from collections import deque
+
+from drafter_service.client.sequences import RemoteSequence
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
 from tests.drafter_service.fake_server import FakeService
 from tests.replay import progress_of
@@ -19,6 +22,24 @@ def test_a_sequence_that_the_service_dropped_is_registered_again():
     assert (again.request_id, again.session_id, again.learn) == ("r2", "s", False)
     assert again.committed == array([21]).tobytes()
     assert wire.client.counters.resyncs == 1
+
+
+def test_what_finishes_at_once_is_sent_before_any_of_it_is_discarded(monkeypatch):
+    """More than the queue holds, of sequences that had their drafts from a copy."""
+    for name, size in (
+        ("sequences.QUEUE_BYTES", 4 * 800),
+        ("sequences.PART_BYTES", 4 * 250),
+        ("protocol.PART_BYTES", 4 * 250),
+    ):
+        monkeypatch.setattr(f"drafter_service.client.{name}", size)
+    wire = connected()
+    names = [f"r{number}" for number in range(40)]
+    sequences = (RemoteSequence(wire.client.start_message(array([]), request_id=name)) for name in names)
+    wire.client.send_finished(deque((sequence, array([5] * 100), 50) for sequence in sequences))
+    wire.settle()
+    assert [start.request_id for request in wire.service.requests for start in request.starts] == names
+    assert max(len(request.starts) for request in wire.service.requests) == 2
+    assert wire.client.counters.unlearned == 0
 
 
 def test_registered_sequences_have_drafts_while_others_are_registered(monkeypatch):

@@ -1,6 +1,8 @@
 """The live tier: the output of running requests, which is drafted for others."""
 
+import os
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -14,7 +16,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.rollout import NO_TAG, Rollout
 from ssd.drafter import SuffixDrafter
 from ssd.kernels import live as module
-from ssd.kernels.live import BLOCK, ENDED, FREE, LEFT, PUBLISHED_AT_ONCE, LiveTier
+from ssd.kernels.live import BLOCK, BYTES_PER_SLOT, ENDED, FREE, LEAVING, LEFT, PUBLISHED_AT_ONCE, LiveTier
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.tables import LIVE_END, PUBLISHED, Sequences
 from tests.replay import drafter_of, progress_of
@@ -118,7 +120,7 @@ class History:
 
     def merge(self):
         self.tier.merge()
-        assert self.tier.waiting == 0
+        assert not self.tier.is_waiting
         self.check()
 
     def expected(self):
@@ -174,12 +176,36 @@ def test_a_request_without_room_continues_after_a_gap():
     second = started(tier, sequences, 2, [5, 6])
     published(tier, sequences, second, [7, 8])  # No block is free.
     tier.end(1)
-    assert evidence(tier) == Counter()
-    for _ in range(2):  # The second merge knows that nobody reads the suffix array that had this block.
-        published(tier, sequences, second, [9])
-        tier.merge()
+    assert tier.arrays.sizes[tier.arrays.front[0]] == 0
+    published(tier, sequences, second, [9])  # The block is not free before the merge after that of `end`.
     published(tier, sequences, second, [10])
-    assert evidence(tier) == evidence_of([5, 6, 7, 8, 9, 9], [10])
+    assert evidence(tier) == evidence_of([5, 6, 7, 8, 9], [10])
+
+
+def test_merges_that_another_thread_has_to_do_free_blocks(monkeypatch):
+    """Two requests fill all blocks in turn, in a corpus whose index is too large for the drafting thread."""
+    corpus = Corpus(5000, DEPTH)
+    corpus.live = LiveTier(DEPTH, 80)
+    corpus.maintain(0.0005)
+    sequences = Sequences(4)
+    for turn in range(8):
+        owner = corpus.start_running()
+        corpus.start_running()
+        row = started(corpus.live, sequences, owner, [turn])
+        for part in range(75):
+            sequences.extend(row, np.arange(part * 256, part * 256 + 200, dtype=np.uint32))
+            corpus.publish(sequences.state, np.array([row]))
+        until = time.monotonic() + 10
+        while corpus.live.is_waiting:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert evidence(corpus.live).total() > 10_000
+        corpus.end_running(owner)
+        while corpus.live.is_waiting:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert evidence(corpus.live).total() == 0
+    corpus.close()
 
 
 def test_a_block_is_used_again_only_when_nobody_reads_it():
@@ -198,7 +224,7 @@ def test_a_block_is_used_again_only_when_nobody_reads_it():
         published(tier, sequences, rows[3], [4])
     block = int((tier.arrays.text[: 3 * BLOCK : BLOCK] == module.SEPARATOR).nonzero()[0][1])
     assert np.array_equal(tier.arrays.text[block * BLOCK : block * BLOCK + 3], text[block * BLOCK : block * BLOCK + 3])
-    assert tier.waiting > 0
+    assert tier.is_waiting
     tier.arrays.readers[front] -= 1
     tier.merge()
     tier.merge()
@@ -220,6 +246,39 @@ def test_a_gap_near_the_end_of_a_block_stays_inside_it(room):
     assert evidence(tier) == evidence_of([], [*produced, *gap], left_out) + evidence_of([], [5000, 5001, 5002])
     assert sequences.state[rows[0], PUBLISHED] == len(produced) + len(gap)
     assert sequences.state[rows[0], LIVE_END] > 0
+
+
+def test_a_merge_that_fails_for_want_of_memory_is_abandoned(monkeypatch):
+    tier, sequences = LiveTier(DEPTH, 9), Sequences(4)
+    rows = {owner: started(tier, sequences, owner, [owner]) for owner in (1, 2)}
+    for row in rows.values():
+        published(tier, sequences, row, [3, 4])
+
+    def fail(_addresses, _depth):
+        tier.arrays.merging[:] = 1
+        tier.arrays.owners[tier.arrays.owners == ENDED] = LEAVING
+        raise MemoryError
+
+    monkeypatch.setattr(module, "_merge", fail)
+    with pytest.raises(MemoryError):
+        tier.merge()
+    monkeypatch.undo()
+    tier.end(1)
+    published(tier, sequences, rows[2], [5])
+    assert evidence(tier) == evidence_of([2], [3, 4, 5])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent():
+    tier, sequences = LiveTier(DEPTH, 9), Sequences(4)
+    row = started(tier, sequences, 1, [1])
+    tier.arrays.writing[:] = tier.arrays.merging[:] = tier.arrays.readers[:] = 1
+    child = os.fork()
+    if child == 0:
+        published(tier, sequences, row, [2, 3])
+        os._exit(0 if evidence(tier) == evidence_of([1], [2, 3]) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("threads", [3])
@@ -277,7 +336,7 @@ def test_output_takes_no_more_room_than_its_blocks(missed):
             drafter.corpus.refresh()
         produced = rounds * (1 + missed)
         # One more block, and the prefix of each block.
-        assert drafter.corpus.nbytes - held <= 4 * 1.2 * produced + 8 * produced + 4 * BLOCK
+        assert drafter.corpus.nbytes - held <= BYTES_PER_SLOT * (1.2 * produced + BLOCK)
 
 
 @pytest.mark.parametrize("committed", [0, 2])
@@ -322,7 +381,7 @@ def test_what_is_published_by_many_is_merged_by_the_maintainer():
         drafter.draft(progress_of(batch, limit=0))
         assert done.wait(5)
         corpus.close()
-        assert corpus.live.waiting == 0
+        assert not corpus.live.is_waiting
         assert evidence(corpus.live).total() == 9 * 200
 
 
