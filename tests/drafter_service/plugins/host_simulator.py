@@ -43,7 +43,8 @@ class RecordingDrafter:
 
     def start(self, sequence_id, prompt, **arguments):
         self.inner.start(sequence_id, prompt, **arguments)
-        self.running[sequence_id] = Told(prompt.tolist(), arguments, arguments["hints"].tolist())
+        hints = arguments["hints"]
+        self.running[sequence_id] = Told(prompt.tolist(), arguments, [] if hints is None else hints.tolist())
 
     def draft(self, progress):
         drafts = self.inner.draft(progress)
