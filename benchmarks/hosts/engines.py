@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.hosts.llama import LLAMA_HOSTS, LLAMA_METHODS
-from benchmarks.hosts.mimo import target_of
 from drafter_service.observability.measuring.rounds import Timer
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 
@@ -38,7 +37,7 @@ VLLM_SPECULATION: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix"},
     **dict.fromkeys(OWN, NULL_PROPOSER),
 }
-NETWORKS = ("draft_model", "eagle", "eagle3", "mtp")
+NETWORKS = ("draft_model", "eagle", "eagle3")
 """vLLM's methods with a network for the shipped model that drafts as many tokens as are wanted."""
 METHODS = {"vllm": tuple(VLLM_SPECULATION), "transformers": ("none", "prompt-lookup", *OWN), **LLAMA_METHODS}
 ONE_AT_ONCE = ("prompt-lookup",)
@@ -106,16 +105,15 @@ def open_vllm(method: str) -> RunTask:
         options["speculative_config"] = {**VLLM_SPECULATION[method], "num_speculative_tokens": MAX_DRAFT}
     if own in OWN:
         options["scheduler_cls"] = "drafter_service.plugins.vllm.Scheduler"
-    with target_of(network or method) as folder:
-        core = LLM(
-            str(folder),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=1024,
-            max_num_seqs=MAX_SEQUENCES,
-            disable_log_stats=True,
-            **options,
-        ).llm_engine
+    core = LLM(
+        str(SHIPPED_MODEL),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=MAX_SEQUENCES,
+        disable_log_stats=True,
+        **options,
+    ).llm_engine
 
     def run_task(task: Task) -> Run:
         run, outputs = Run(steps=[0] * len(task.prompts)), dict[str, list[int]]()
@@ -144,9 +142,11 @@ def open_vllm(method: str) -> RunTask:
 
 def network_options(method: str, max_draft: int) -> dict[str, Any]:
     """Return vLLM's options for a network of the shipped model that drafts `NETWORK_DRAFT` tokens."""
-    options: dict[str, Any] = {"method": method, "num_speculative_tokens": max_draft}
-    if method != "mtp":  # That is a part of the target's checkpoint.
-        options["model"] = str(SHIPPED_HEADS / method.replace("_", "-"))
+    options = {
+        "method": method,
+        "model": str(SHIPPED_HEADS / method.replace("_", "-")),
+        "num_speculative_tokens": max_draft,
+    }
     if max_draft > NETWORK_DRAFT:
         options["num_speculative_tokens_per_batch_size"] = [(1, MAX_SEQUENCES, NETWORK_DRAFT)]
     return options
