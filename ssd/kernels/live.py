@@ -132,7 +132,9 @@ class LiveTier:
     @property
     def is_waiting(self) -> bool:
         """Whether searches do not find all published tokens yet, or still meet some of requests that have ended."""
-        return bool(self.arrays.facts[ADDED] or self.arrays.facts[ENDING])
+        facts = self.arrays.facts
+        # In this order: a merge takes the lock before it takes over what waits, and holds it until that can be found.
+        return bool(facts[ADDED] or facts[ENDING] or self.arrays.merging[0])
 
     @property
     def nbytes(self) -> int:

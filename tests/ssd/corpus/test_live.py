@@ -182,7 +182,21 @@ def test_a_request_without_room_continues_after_a_gap():
     assert evidence(tier) == evidence_of([5, 6, 7, 8, 9], [10])
 
 
-def test_merges_that_another_thread_has_to_do_free_blocks(monkeypatch):
+def test_a_tier_is_waiting_until_a_merge_ends():
+    tier = LiveTier(DEPTH, 3)
+    assert not tier.is_waiting
+    tier.arrays.merging[:] = 1  # As while a merge writes what it has taken over.
+    assert tier.is_waiting
+
+
+def wait_for_merges(corpus):
+    until = time.monotonic() + 60
+    while corpus.live.is_waiting:
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+
+
+def test_merges_that_another_thread_has_to_do_free_blocks():
     """Two requests fill all blocks in turn, in a corpus whose index is too large for the drafting thread."""
     corpus = Corpus(5000, DEPTH)
     corpus.live = LiveTier(DEPTH, 80)
@@ -195,15 +209,10 @@ def test_merges_that_another_thread_has_to_do_free_blocks(monkeypatch):
         for part in range(75):
             sequences.extend(row, np.arange(part * 256, part * 256 + 200, dtype=np.uint32))
             corpus.publish(sequences.state, np.array([row]))
-        until = time.monotonic() + 10
-        while corpus.live.is_waiting:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+            wait_for_merges(corpus)
         assert evidence(corpus.live).total() > 10_000
         corpus.end_running(owner)
-        while corpus.live.is_waiting:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        wait_for_merges(corpus)
         assert evidence(corpus.live).total() == 0
     corpus.close()
 
