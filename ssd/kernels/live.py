@@ -7,7 +7,7 @@ corpus's own thread had better do it.
 
 There are two suffix arrays: searches read the front one, and a merge writes the other one once no search reads it any
 more. The text of a request that has ended is not offered any more. Its blocks leave the suffix array with the next
-merge, and are used again after the one after that, when nobody can read them any more.
+merge, and are used again once no search reads the suffix array before that merge.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ as adding one position. 8192 copies take about as long as waking another thread.
 # Owners of blocks that belong to no running request.
 ENDED, LEAVING, LEFT, FREE = -1, -2, -3, -4
 """ENDED: the front suffix array refers to the block. LEAVING: the merge in progress leaves it out. LEFT: the other
-suffix array refers to it, and may have readers. FREE: neither of them does."""
+suffix array may refer to it, and may have readers. FREE: neither of them does."""
 
 # Entries of `LiveArrays.facts`.
-ADDED, ENDING, OLD, USED = range(4)
+ADDED, ENDING, OLD, USED, NEXT = range(5)
 """Number of positions that wait for a merge; numbers of blocks that are ENDED, and LEFT; number of blocks, from the
-first one on, that were ever used."""
+first one on, that were ever used; number of blocks, from the first one on, none of which is FREE."""
 
 
 class LiveArrays(NamedTuple):
@@ -83,7 +83,7 @@ class LiveArrays(NamedTuple):
     """Scratch of a merge: the positions of the front suffix array that remain."""
     places: Annotated[np.ndarray, np.int64, "slots"]
     """Scratch of a merge: where the added positions belong among these."""
-    facts: Annotated[np.ndarray, np.int64, 4]
+    facts: Annotated[np.ndarray, np.int64, 5]
     writing: Annotated[np.ndarray, np.uint32, 1]
     """Lock of the text, the owners, `added` and `facts`."""
     merging: Annotated[np.ndarray, np.uint32, 1]
@@ -108,7 +108,7 @@ class LiveTier:
         self.arrays = allocate(LiveArrays, blocks=blocks, slots=blocks * BLOCK, padded=blocks * BLOCK + PAD)
         self.arrays.text[: BLOCK + 1] = SEPARATOR
         self.arrays.owners[:] = FREE
-        self.arrays.facts[USED] = 1
+        self.arrays.facts[USED] = self.arrays.facts[NEXT] = 1
         self.addresses = addresses_of(self.arrays, blocks, blocks * BLOCK, blocks * BLOCK + PAD)
         """int64, as `open_live` expects them."""
         _TIERS.add(self)
@@ -151,11 +151,7 @@ class LiveTier:
 
     def abandon_merge(self) -> None:
         """Undo what a merge that was not completed has begun; the positions that it would have added are lost."""
-        arrays = self.arrays
-        arrays.owners[arrays.owners == LEAVING] = ENDED
-        arrays.facts[ENDING] = np.count_nonzero(arrays.owners == ENDED)
-        arrays.facts[OLD] = np.count_nonzero(arrays.owners == LEFT)
-        arrays.merging[:] = 0
+        _abandon_merge(self.addresses)
 
 
 def _release_locks() -> None:
@@ -190,12 +186,26 @@ def leave(live, which):  # type: ignore[no-untyped-def]
     add_to(live.readers.ctypes.data + 4 * which, np.uint32(0xFFFF_FFFF))
 
 
+@outline
+def _free_blocks(live):  # type: ignore[no-untyped-def]
+    """Free the blocks that are LEFT, unless a search may read the suffix array that refers to them."""
+    other = 1 - np.int64(live.front[0])
+    if add_to(live.readers.ctypes.data + 4 * other, np.uint32(0)) != 0:
+        return
+    for block in range(live.facts[USED] - 1, 0, -1):
+        if live.owners[block] == LEFT:
+            live.facts[NEXT] = min(live.facts[NEXT], block)
+            live.owners[block] = FREE
+    live.facts[OLD] = 0
+
+
 @inline
 def _open_block(live, sequence):  # type: ignore[no-untyped-def]
     """Return the place of a sequence's new block, 0 if no block is free."""
-    block, used = np.int64(1), live.facts[USED]
+    block, used = live.facts[NEXT], live.facts[USED]
     while block < used and live.owners[block] != FREE:
         block += 1
+    live.facts[NEXT] = block
     if block == len(live.owners):
         return np.int64(0)
     live.facts[USED] = max(used, block + 1)
@@ -247,13 +257,11 @@ def _begin_merge(live):  # type: ignore[no-untyped-def]
     count, leaving = live.facts[ADDED], 0
     live.sorted[:count] = live.added[:count]
     live.facts[ADDED] = 0
-    for block in range(1, live.facts[USED] if live.facts[ENDING] + live.facts[OLD] > 0 else 0):
-        if live.owners[block] == LEFT:
-            live.owners[block] = FREE
-        elif live.owners[block] == ENDED:
+    for block in range(1, live.facts[USED] if live.facts[ENDING] > 0 else 0):
+        if live.owners[block] == ENDED:
             live.owners[block] = LEAVING
             leaving += 1
-    live.facts[ENDING] = live.facts[OLD] = 0
+    live.facts[ENDING] = 0
     return count, leaving
 
 
@@ -306,7 +314,7 @@ def _merge_all(live, depth):  # type: ignore[no-untyped-def]
 def _merge_if_small(live, depth):  # type: ignore[no-untyped-def]
     """Merge if that takes no longer than waking another thread; return whether another thread should merge."""
     facts = live.facts
-    if facts[ADDED] + facts[ENDING] + facts[OLD] == 0:
+    if facts[ADDED] + facts[ENDING] == 0:
         return False
     if live.sizes[np.int64(live.front[0])] + ADDED_COST * facts[ADDED] > SMALL_MERGE:
         return True
@@ -319,6 +327,8 @@ def _publish(addresses, state, rows, depth):  # type: ignore[no-untyped-def]
     """See `LiveTier.publish`."""
     live = open_live(addresses)
     acquire(live.writing)
+    if live.facts[OLD] > 0:
+        _free_blocks(live)
     for row in rows:
         if state[row, IS_SHARED]:
             _publish_one(live, state[row], depth)
@@ -343,3 +353,18 @@ def _end(addresses, owner, depth):  # type: ignore[no-untyped-def]
             live.facts[ENDING] += 1
     release(live.writing)
     return _merge_if_small(live, depth)
+
+
+@kernel(Longs, returns=Nothing)
+def _abandon_merge(addresses):  # type: ignore[no-untyped-def]
+    """See `LiveTier.abandon_merge`."""
+    live = open_live(addresses)
+    acquire(live.writing)
+    live.facts[ENDING] = live.facts[OLD] = 0
+    for block in range(1, live.facts[USED]):
+        if live.owners[block] == LEAVING:
+            live.owners[block] = ENDED
+        live.facts[ENDING] += live.owners[block] == ENDED
+        live.facts[OLD] += live.owners[block] == LEFT
+    release(live.writing)
+    release(live.merging)
