@@ -151,7 +151,7 @@ async def test_a_waiting_save_does_not_restore_a_dropped_namespace(tmp_path, mon
         assert list(tmp_path.iterdir()) == []
 
 
-RELEASE_TIMEOUT_S = 20
+RELEASE_TIMEOUT_S = 60
 
 
 @run
