@@ -30,7 +30,7 @@ def served(*arguments):
             yield process
         finally:
             process.terminate()
-            process.communicate(timeout=30)
+            process.communicate(timeout=TIMEOUT_S)
 
 
 @asynccontextmanager

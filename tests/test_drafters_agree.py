@@ -2,7 +2,6 @@
 
 import itertools
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from tests.replay import accepted_path, progress_of, replay_one
 from tests.servers import served
 from tests.ssd.test_refusals import begin, outcome, refuse_all
 from tests.strategies import array
+from tests.waiting import TIMEOUT_S, eventually
 
 numbers = itertools.count()
 
@@ -37,7 +37,7 @@ def drafter(request):
             yield embedded
         return
     address = request.getfixturevalue("addresses")[request.param]
-    with DrafterClient(address, deadline_s=10, namespace=f"test-{next(numbers)}") as client:
+    with DrafterClient(address, deadline_s=TIMEOUT_S, namespace=f"test-{next(numbers)}") as client:
         assert client.transport == request.param
         yield client
 
@@ -83,10 +83,7 @@ def test_hints_are_drafted_but_never_learned(drafter):
     assert drafter.draft(progress_of({1: []}, limit=3)).tokens.tolist() == [23, 24, 9]
     drafter.finish(1, array([30, 31]))
     drafter.start(2, array([22, 30]))
-    until = time.monotonic() + 10
-    while drafter.draft(progress_of({2: []}, limit=1)).tokens.tolist() != [31]:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    eventually(lambda: drafter.draft(progress_of({2: []}, limit=1)).tokens.tolist() == [31])
     drafter.start(3, array([20, 21]))
     assert drafter.draft(progress_of({3: []}, limit=1)).tokens.tolist() == [22]
     drafter.start(4, array([8, 23]))
@@ -128,9 +125,7 @@ def test_forgotten_requests_are_not_drafted(drafter):
     drafter.forget("secret")
     drafter.finish(3, array([33]))
     drafter.start(4, array([20, 21]))
-    until = time.monotonic() + 60
-    while drafter.draft(progress_of({4: []}, limit=2)).tokens.tolist() != [22, 23]:
-        assert time.monotonic() < until
+    eventually(lambda: drafter.draft(progress_of({4: []}, limit=2)).tokens.tolist() == [22, 23])
     for number, context in ((5, [10, 11]), (6, [30, 31])):
         drafter.start(number, array(context))
         assert not len(drafter.draft(progress_of({number: []}, limit=2)).tokens)

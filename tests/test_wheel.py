@@ -223,7 +223,7 @@ def test_the_installed_sidecar_drafts(environment):
             assert drafted.split() == ["7", "5", "6", "7", "grpc"]
         finally:
             server.terminate()
-            server.communicate(timeout=30)
+            server.communicate(timeout=60)
 
 
 @pytest.mark.skipif(not BUILT, reason="only `make dist` installs PyTorch into an empty environment")

@@ -320,10 +320,10 @@ class Index:
         self._other_recent.wait_for_readers()  # What is replaced below must not fail once the merge is complete.
         if not self._merge.step():
             return
+        self._is_removing = True  # First, since other threads read `is_merging`.
         self._merge, self._frozen = None, empty_suffix_array()
         self._other_recent.replace(empty_suffix_array())
         self._oldest, self._covered = self._merged
-        self._is_removing = True
         self.times.base_merges += 1
         self.publish()
 

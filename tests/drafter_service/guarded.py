@@ -15,7 +15,7 @@ from drafter_service.server.calls import answering
 from drafter_service.settings.tree import AccessConfig
 from drafter_service.transport.address import Address
 
-TIMEOUT_S, RUN_TIMEOUT_S = 10, 120
+TIMEOUT_S, RUN_TIMEOUT_S = 60, 240
 """Timeouts of a call and of a test, in seconds; long enough for busy machines."""
 RIGHTS = {"Read": Right.READ, "Learn": Right.LEARN, "Admin": Right.ADMIN}
 

@@ -37,7 +37,7 @@ OTHERS = ("STALL", "STALL", "descriptors", "cancel", "cancel")
 SHARES = (1.0, 0.3, 0.05)
 """Shares of the calls of the file system that fail."""
 KILLS = 0.02
-CALL_LIMIT_S = 20.0
+CALL_LIMIT_S = 60.0
 """Longest time of a call: a multiple of `DISK_LIMIT_S`, for busy machines."""
 EXPECTED = {
     grpc.StatusCode.UNAVAILABLE,

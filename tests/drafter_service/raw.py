@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import time
 from contextlib import contextmanager
 
 import grpc
@@ -15,20 +14,9 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from drafter_service.transport.wire import MESSAGE_SIZES, batch_message, pack, read_drafts, unpack
 from tests.replay import progress_of
+from tests.waiting import TIMEOUT_S, eventually
 
-__all__ = ["finish", "start"]
-
-TIMEOUT_S = 60
-"""Timeout of operations, long enough for busy machines."""
-
-
-def eventually(condition, timeout_s=TIMEOUT_S):
-    """Wait until `condition` returns a true value, since the service works in the background; return the value."""
-    until = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < until, "the condition did not become true"
-        time.sleep(0.002)
-    return value
+__all__ = ["eventually", "finish", "start"]
 
 
 def counted(first, size=40):

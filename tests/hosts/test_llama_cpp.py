@@ -206,7 +206,7 @@ def host_server(file, address):
         yield found[1]
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 def test_the_hosts_server_has_drafts(model_file, plain, address):

@@ -99,7 +99,7 @@ def servers(folder, address):
         running = Servers(plain, drafting, start_sidecar)
         plain.await_ready()
         drafting.await_ready()
-        wait_for_drafts(running, timeout_s=120)  # The plug-in looks again for a sidecar that was compiling its kernels.
+        wait_for_drafts(running)  # The plug-in looks again for a sidecar that was compiling its kernels.
         yield running
 
 
@@ -338,7 +338,7 @@ def during(disturb):
         thread.join()
 
 
-def wait_for_drafts(servers, timeout_s=30):
+def wait_for_drafts(servers):
     """Make requests until one has accepted draft tokens."""
     before = servers.accepted()
 
@@ -346,7 +346,7 @@ def wait_for_drafts(servers, timeout_s=30):
         asyncio.run(ask(servers.drafting, CALLS["completion"]))
         return servers.accepted() > before
 
-    eventually(has_drafts, timeout_s)
+    eventually(has_drafts, timeout_s=120)
 
 
 def wait_for_requests(servers):

@@ -1,7 +1,5 @@
 """The baseline drafters: prompt lookup, and the one over a corpus, compared with slow references."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -12,6 +10,7 @@ from ssd.baselines.ngram import look_up
 from tests import naive
 from tests.replay import progress_of
 from tests.strategies import array, corpus_and_context, tokens
+from tests.waiting import eventually
 
 CONFIG = DrafterConfig(capacity=10_000)
 TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
@@ -69,9 +68,7 @@ def test_a_sample_of_the_matches_is_counted():
 def test_new_text_is_found_after_the_next_refresh():
     with ClassicDrafter(DrafterConfig(capacity=10_000, refresh_interval_s=0.01)) as drafter:
         drafter.corpus.append(array([1, 2, 3]))
-        deadline = time.monotonic() + 30
-        while drafter.propose([1]).tokens.tolist() != [2, 3]:
-            assert time.monotonic() < deadline
+        eventually(lambda: drafter.propose([1]).tokens.tolist() == [2, 3])
 
 
 def test_a_corpus_of_the_suffix_drafter_is_drafted_from(tmp_path):

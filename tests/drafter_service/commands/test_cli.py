@@ -256,6 +256,7 @@ def test_errors_are_one_line_with_exit_code_2(run, service, tmp_path, monkeypatc
     assert "listening" not in out
     assert re.fullmatch(f"error: .*{re.escape(filled(error))}.*\n", err)
     # The server at the address keeps running.
+    monkeypatch.setattr("drafter_service.commands.admin.HEALTH_TIMEOUT_S", 60)
     assert run("health", "--address", service.address) == (0, "serving\n", "")
     assert not list(tmp_path.glob("s*"))
 

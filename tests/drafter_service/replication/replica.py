@@ -14,7 +14,7 @@ from drafter_service.replication.events import Event, Kind
 from drafter_service.replication.redis_stream import OLDEST, RedisStream, connect
 from drafter_service.replication.shared_log import NamespaceLog, Reader
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def request(name, *tokens, time=1.0):

@@ -18,7 +18,7 @@ from drafter_service.replication.redis_stream import OLDEST, LogPosition, RedisS
 from drafter_service.replication.replicated import ReplicatedNamespace
 from drafter_service.replication.shared_log import NamespaceLog
 from tests.drafter_service.guarded import run
-from tests.drafter_service.replication.replica import eventually, forgotten, replicas, request
+from tests.drafter_service.replication.replica import TIMEOUT_S, eventually, forgotten, replicas, request
 from tests.drafter_service.server.opened_namespaces import still_namespace
 from tests.redis import running_redis
 
@@ -247,6 +247,8 @@ async def test_log_size_is_bounded(log, monkeypatch):
 @run
 async def test_reader_waits_for_learning(log, monkeypatch):
     monkeypatch.setattr(shared_log, "ENTRIES_AT_ONCE", 2)
+    monkeypatch.setattr(redis_stream, "BLOCK_S", 2 * TIMEOUT_S)
+    monkeypatch.setattr(redis_stream, "TIMEOUT_S", 3 * TIMEOUT_S)
     async with replicas_of(log, 2) as (one, two):
         for number in range(10):
             await one.publish(request(str(number)))
@@ -263,7 +265,7 @@ async def test_reader_waits_for_learning(log, monkeypatch):
         assert log.client.info("commandstats")["cmdstat_xread"]["calls"] == reads
         two.may_take.set()
         # A reader that is behind does not block in Redis, so this takes less than `BLOCK_S`.
-        async with asyncio.timeout(redis_stream.BLOCK_S / 2):
+        async with asyncio.timeout(TIMEOUT_S):
             await two.has(12)
 
 
@@ -335,7 +337,7 @@ async def test_reader_can_be_cancelled(log, monkeypatch):
                 replica.read()
                 for _ in range(turns):
                     await asyncio.sleep(0)
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(TIMEOUT_S):
                     await replica.stop_reading()
 
 

@@ -19,7 +19,7 @@ from drafter_service.settings.tree import LogConfig
 from ssd.errors import UserError
 from tests.certificates import Authority
 from tests.drafter_service.guarded import run
-from tests.drafter_service.replication.replica import eventually, forgotten, replicas, request
+from tests.drafter_service.replication.replica import TIMEOUT_S, eventually, forgotten, replicas, request
 from tests.redis import free_port, running_redis
 
 KEY = "ssd:{default}:namespace"
@@ -151,7 +151,7 @@ async def test_publishing_does_not_wait_for_a_hanging_redis(monkeypatch):
         async with replicas(server.url, 2) as (one, two):
             two.read()
             await one.publish(request("a"))
-            await two.has(1)
+            await eventually(lambda: two.names)
             server.hang()
             try:
                 for number in range(1000):
@@ -180,12 +180,13 @@ async def test_key_of_another_type_does_not_affect_other_namespaces():
 
 
 @run
-async def test_closing_publishes_what_waits_unless_redis_is_unavailable():
-    with running_redis() as server, Redis.from_url(server.url) as client:
+async def test_closing_publishes_what_waits_unless_redis_is_unavailable(monkeypatch):
+    with running_redis() as server, Redis.from_url(server.url) as client, monkeypatch.context() as patch:
+        patch.setattr(shared_log, "FLUSH_S", TIMEOUT_S)
         async with replicas(server.url, 1) as (one,):
             one.log.publish(request("a"))
         assert client.xlen(KEY) == 1
-    async with asyncio.timeout(1), replicas(server.url, 1) as (one,):
+    async with asyncio.timeout(TIMEOUT_S), replicas(server.url, 1) as (one,):
         one.log.publish(request("a"))
 
 

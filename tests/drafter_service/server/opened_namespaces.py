@@ -112,6 +112,12 @@ def raising(problem):
     return fail
 
 
+def limit_disk(monkeypatch, seconds):
+    """Let callers wait for files this long, whatever their sizes."""
+    monkeypatch.setattr(module, "DISK_LIMIT_S", seconds)
+    monkeypatch.setattr(module, "DISK_BYTES_PER_S", 1e12)
+
+
 def blocked_writes(monkeypatch):
     """Block the writing of snapshots until the returned event is set; the returned semaphore counts attempts."""
     may_write, begun = threading.Event(), threading.Semaphore(0)

@@ -17,7 +17,15 @@ from drafter_service.server.disk import DiskThreads, LoadError
 from ssd.corpus import sections, snapshot
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import counted
-from tests.drafter_service.server.opened_namespaces import contents, draft_of, learned, opened, raising, saved
+from tests.drafter_service.server.opened_namespaces import (
+    contents,
+    draft_of,
+    learned,
+    limit_disk,
+    opened,
+    raising,
+    saved,
+)
 
 PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EROFS]
 
@@ -148,24 +156,28 @@ async def test_a_cancelled_load_keeps_its_reservation_and_the_next_caller_waits_
 async def test_a_caller_does_not_wait_longer_than_the_limit_for_a_load_or_the_folder(tmp_path, monkeypatch):
     await saved(tmp_path)
     may_load, begun = blocked_loads(monkeypatch)
-    monkeypatch.setattr(module, "DISK_LIMIT_S", 0.05)
-    monkeypatch.setattr(module, "DISK_BYTES_PER_S", 1e12)
+    limit_disk(monkeypatch, 0.05)
     async with opened(tmp_path) as namespaces:
         for _ in range(3):
             with pytest.raises(LoadError, match="it takes longer than"):
                 await learned(namespaces, "a")
         assert namespaces.failed_loads == 3
+        while not begun:
+            await asyncio.sleep(0.001)
+        limit_disk(monkeypatch, 1.0)  # The folder must answer.
         with pytest.raises(module.SnapshotError, match="are being read or written, so nothing was deleted"):
             await namespaces.drop("a")
         assert begun == ["a"]
+        # Others are served meanwhile.
+        limit_disk(monkeypatch, 60)
+        assert (await learned(namespaces, "b", [1, 2])).corpus.tokens == 3
         names = namespaces.store.names
         namespaces.store.names = may_load.wait
+        limit_disk(monkeypatch, 0.05)
         with pytest.raises(LoadError, match="the snapshot folder cannot be loaded now: it does not answer"):
             await namespaces.names()
         namespaces.store.names = names
-        monkeypatch.setattr(module, "DISK_LIMIT_S", 60.0)
-        # Others are served meanwhile.
-        assert (await learned(namespaces, "b", [1, 2])).corpus.tokens == 3
+        limit_disk(monkeypatch, 60)
         may_load.set()
         while "a" not in namespaces.loaded:
             await asyncio.sleep(0.001)

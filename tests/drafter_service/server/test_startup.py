@@ -43,14 +43,17 @@ async def starting(monkeypatch, address):
 
 @run
 async def test_health_and_calls_say_that_kernels_are_compiled(monkeypatch, socket_address):
-    monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", 0.3)
     task, is_compiled, lines = await starting(monkeypatch, socket_address)
     state = f"the drafter at {socket_address} is not ready: compiling kernels, 40 %"
     assert await asyncio.to_thread(health, socket_address) == (2, f"error: {state}")
     listed = await asyncio.to_thread(CliRunner().invoke, cli, ["namespaces", "--address", socket_address])
     assert listed.stderr == f"error: {state}\n"
-    with pytest.raises(UserError) as refused:
-        await asyncio.to_thread(DrafterClient, socket_address)
+    for timeout_s in (0.3, 3, 30):  # On a busy machine, there may be no answer in a short time.
+        monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", timeout_s)
+        with pytest.raises(UserError) as refused:
+            await asyncio.to_thread(DrafterClient, socket_address)
+        if "no response in time" not in str(refused.value):
+            break
     assert str(refused.value) == state
     async with grpc.aio.insecure_channel(socket_address) as channel:
         for call in (

@@ -6,29 +6,22 @@ import json
 import re
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 
 from engine.models.shipped import SHIPPED_MODEL
+from tests import waiting
 
 TIMEOUT_S = 150
 """Generous, since test machines are shared."""
+eventually = partial(waiting.eventually, timeout_s=TIMEOUT_S)
 MODEL = "stdlib-7m"
 KEY = "secret"
 """The clients of all tests send it; the shared server needs it."""
-
-
-def eventually(condition):
-    """Return the value of `condition` once it is true."""
-    until = time.monotonic() + TIMEOUT_S
-    while not (value := condition()):
-        assert time.monotonic() < until, "the condition did not become true"
-        time.sleep(0.01)
-    return value
 
 
 def metric(http, name):

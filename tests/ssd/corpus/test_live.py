@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from ssd.sequences.tables import LIVE_END, PUBLISHED, Sequences
 from tests.replay import drafter_of, progress_of
 from tests.ssd.corpora import DEPTH, evidence_in, evidence_of
 from tests.strategies import TOKEN_SETS, array, assert_covered, examples
+from tests.waiting import eventually
 
 
 def evidence(tier):
@@ -190,10 +190,7 @@ def test_a_tier_is_waiting_until_a_merge_ends():
 
 
 def wait_for_merges(corpus):
-    until = time.monotonic() + 60
-    while corpus.live.is_waiting:
-        assert time.monotonic() < until
-        time.sleep(0.0005)
+    eventually(lambda: not corpus.live.is_waiting)
 
 
 def test_merges_that_another_thread_has_to_do_free_blocks():
@@ -388,7 +385,7 @@ def test_what_is_published_by_many_is_merged_by_the_maintainer():
         done = threading.Event()
         merge, corpus.live.merge = corpus.live.merge, lambda: (merge(), done.set())
         drafter.draft(progress_of(batch, limit=0))
-        assert done.wait(5)
+        assert done.wait(60)
         corpus.close()
         assert not corpus.live.is_waiting
         assert evidence(corpus.live).total() == 9 * 200

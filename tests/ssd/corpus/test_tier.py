@@ -27,7 +27,7 @@ def test_changes_wait_until_the_previous_suffix_array_has_no_readers(change):
     assert not done.wait(0.05)
     assert read.positions.tolist() == [3, 1]
     del read
-    changing.join(10)
+    changing.join(60)
     assert done.is_set()
 
 
@@ -75,16 +75,27 @@ def test_the_last_reference_may_end_at_any_moment_of_a_wait():
     assert moment > 1
 
 
+class AnnouncingLock:
+    """A lock that sets an event, in one line, before a thread waits for it."""
+
+    def __init__(self, lock, event):
+        self._lock, self._event = lock, event
+        self.release = lock.release
+
+    def acquire(self, timeout):
+        return self._event.set() or self._lock.acquire(timeout=timeout)
+
+
 def waits_while_a_reference_ends(moment):
     """Wait in a thread which removes the last reference at its `moment`-th line; return whether it has so many."""
-    tier, lines, ended = Tier(4), iter(range(moment)), threading.Event()
+    tier, lines, reached = Tier(4), iter(range(moment)), threading.Event()
     held = [tier.newest]
     tier.replace(empty_suffix_array())
+    tier._reading = AnnouncingLock(tier._reading, reached)
 
     def trace(*_):
         if held and next(lines, None) is None:
             held.clear()
-            ended.set()
         return trace
 
     def wait():
@@ -93,8 +104,9 @@ def waits_while_a_reference_ends(moment):
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    is_ended = ended.wait(0.3)
+    assert reached.wait(60)
+    is_ended = not held
     held.clear()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive(), f"a wait never ended: the last reference was removed at its line {moment}"
     return is_ended

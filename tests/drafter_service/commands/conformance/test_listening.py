@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 from click.testing import CliRunner
@@ -16,8 +15,8 @@ from drafter_service.observability.facts import ModelIdentity
 from drafter_service.transport.address import Address
 from ssd.replay import replay
 from tests.drafter_service.commands.conformance.mini_engine import LENGTH, PROMPT, VOCAB_SIZE, MiniEngine
-from tests.drafter_service.raw import eventually
 from tests.replay import recording_of
+from tests.waiting import TIMEOUT_S, eventually
 
 PROMPTS = (PROMPT, [5, 6])
 MAX_RUNS = 100
@@ -31,9 +30,9 @@ class RunningChecks(threading.Thread):
         self.checker = EngineChecker()
         self.address = ""
         self.is_ready = threading.Event()
-        self._arguments = Address.parse(address), self.checker, 10, self._ready
+        self._arguments = Address.parse(address), self.checker, TIMEOUT_S, self._ready
         self.start()
-        assert self.is_ready.wait(10)
+        assert self.is_ready.wait(TIMEOUT_S)
 
     @property
     def is_done(self):
@@ -57,19 +56,20 @@ def output(prompt):
 
 @pytest.mark.parametrize("transport", ["socket", "grpc"])
 def test_the_client_passes(transport, socket_address, monkeypatch):
-    monkeypatch.setattr(simulated_service, "LATE_S", 0.1)
+    monkeypatch.setattr(simulated_service, "LATE_S", 1.5)
     running_checks = RunningChecks(socket_address if transport == "socket" else "127.0.0.1:0")
     model = ModelIdentity("m", "t", "", VOCAB_SIZE)
     recording = recording_of([(prompt, output(prompt)) for prompt in PROMPTS])
-    with DrafterClient(running_checks.address, deadline_s=0.02, model=model) as client:
+    with DrafterClient(running_checks.address, deadline_s=0.5, model=model) as client:
         assert client.transport == transport
         for _ in range(MAX_RUNS):
             eventually(lambda: client.lost is None)
             replay(recording, client, concurrency=len(PROMPTS), max_draft=8)
-            time.sleep(0.005)  # For the last ends, and so that few runs end while an answer is late.
+            # A late answer delays the ends, and leaves the rest of its run without drafts.
+            eventually(lambda: not client._protocol.pending.has_pending)
             if running_checks.is_done:
                 break
-    running_checks.join(20)
+    running_checks.join(2 * TIMEOUT_S)
     assert running_checks.checker.checks.failures == {}
 
 

@@ -35,7 +35,7 @@ def test_an_adapter_is_identified_by_its_file_and_has_no_drafts_while_it_is_read
     file, may_read, warnings = tmp_path / "adapter_model.safetensors", Event(), []
     file.write_bytes(b"weights")
     monkeypatch.setattr(
-        "drafter_service.plugins.vllm.engine.fingerprint", lambda path: may_read.wait(10) and fingerprint(path)
+        "drafter_service.plugins.vllm.engine.fingerprint", lambda path: may_read.wait(60) and fingerprint(path)
     )
     reader = OptionsReader(warnings.append)
     for path, wanted in ((str(tmp_path), fingerprint(file)), ("/nonexistent", "a:/nonexistent")):
