@@ -66,8 +66,10 @@ def main():
     parser.add_argument("--svg", type=Path, help="file to draw the second answer into")
     path = parser.parse_args().svg
     tokenizer, model = Tokenizer(SHIPPED_MODEL), pack(load_model(SHIPPED_MODEL))
-    engine = build_engine(model, EngineConfig(), build_drafter("ssd", DrafterConfig()))
+    drafter = build_drafter("ssd", DrafterConfig())
+    engine = build_engine(model, EngineConfig(), drafter)
     steps_of(engine, tokenizer, FIRST)
+    drafter.corpus.refresh()  # Index the first answer now; a background thread would within 10 ms.
     steps = steps_of(engine, tokenizer, SECOND)
     engine.close()
     print(f"{SECOND}\nstep  accepted of drafted  draft | token of the target")

@@ -44,6 +44,7 @@ def test_the_steps_of_a_request_are_printed_and_drawn(figures, tmp_path):
     steps = re.findall(r"^ +\d+ +(\d+) of +(\d+) ", output, re.MULTILINE)
     accepted = sum(int(count) for count, _ in steps)
     assert tokens_per_step == round((accepted + len(steps)) / len(steps), 1) > 2
+    assert steps[0] == ("5", "5")  # As in docs/start.md: the first answer is in the corpus.
     assert all(int(count) <= int(drafted) for count, drafted in steps)
     drawing = ElementTree.parse(tmp_path / "drafts.svg").getroot()
     assert "find_files" in "".join(drawing.itertext())
