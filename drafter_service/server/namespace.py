@@ -329,7 +329,6 @@ class Namespace:
         logged_at: when another sidecar was told to, in seconds since 1970, if that was read from the shared log, so
         that it is not written there; None: this one is told to, now.
         """
-        self.feed.add(pb.Change(forgotten=request_id))
         told_at, name = self.corpus.clock() if logged_at is None else logged_at, hash_of(request_id)
         if logged_at is None:
             self.publish(Event(Kind.FORGOTTEN, told_at, request_id))
@@ -341,12 +340,12 @@ class Namespace:
             del self._forgotten[next(iter(self._forgotten))]
         running = sum(drafter.forget_own(request_id) for drafter in self.drafters)
         command = self.corpus.forget(request_id)
+        self.feed.forget(pb.Change(forgotten=request_id), command)
         command.requests += running
         return command
 
     def forget_before(self, moment: float, *, is_from_log: bool = False) -> Forget:
         """Forget text learned before a time, in seconds since 1970, as `forget`."""
-        self.feed.add(pb.Change(forgotten_before=moment))
         told = moment if is_from_log else min(moment, self.corpus.clock())
         if not is_from_log:
             self.publish(Event(Kind.FORGOTTEN_BEFORE, told))
@@ -354,7 +353,9 @@ class Namespace:
         self._learned = {name: time for name, time in self._learned.items() if time >= moment}
         for drafter in self.drafters:
             drafter.end_sessions_before(moment)
-        return self.corpus.forget_older_than(self.corpus.clock() - moment)
+        command = self.corpus.forget_older_than(self.corpus.clock() - moment)
+        self.feed.forget(pb.Change(forgotten_before=moment), command)
+        return command
 
     @property
     def sequences(self) -> int:
@@ -386,8 +387,8 @@ class Namespace:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the corpus, the learned probabilities and the running sequences."""
-        return self.corpus.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
+        """Memory of the corpus, the learned probabilities, the running sequences and the changes that are kept."""
+        return self.corpus.nbytes + self.feed.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
 
     def record_sample(self, now: float) -> None:
         """Add the totals at a time, in seconds since 1970, to the history."""
