@@ -68,7 +68,7 @@ class Forgotten(NamedTuple):
     told_at: float
     """When this or another sidecar was told to, in seconds since 1970."""
     here_at: float
-    """When it was forgotten here, by `time.monotonic`."""
+    """When it was forgotten here, by `time.monotonic`; after a restart, when the namespace was loaded."""
 
 
 @dataclass(eq=False)
@@ -167,6 +167,8 @@ class Namespace:
             duplicates=self.duplicates,
             log_position=self.log_position() if self.log_position else self.restored_position,
             history=[tuple(sample) for sample in self.history.samples],
+            forgotten={name: forgotten.told_at for name, forgotten in self._forgotten.items()},
+            forgotten_before=None if math.isinf(self._forgotten_before) else self._forgotten_before,
         )
 
     def restore(self, stored: Description) -> None:
@@ -175,6 +177,11 @@ class Namespace:
         self.restored_position = stored.log_position
         for sample in stored.samples():
             self.history.record(sample)
+        # `here_at` is not when they were forgotten: the clock may have been set since.
+        names, now = list(stored.forgotten.items())[-MAX_FORGOTTEN:], time.monotonic()
+        self._forgotten = {name: Forgotten(told_at, now) for name, told_at in names}
+        if stored.forgotten_before is not None:
+            self._forgotten_before = stored.forgotten_before
 
     def read_from(self, libraries: Sequence[Namespace]) -> None:
         """Draft from these namespaces, too, and from no others. Raises IdentityError for another tokenizer."""
@@ -374,8 +381,9 @@ class Namespace:
 
     @property
     def version(self) -> tuple[int, int]:
-        """A pair of counts that changes with the contents of a snapshot."""
-        return self.corpus.appended + self.corpus.times.forgotten, self._earlier.steps + self.engines.steps
+        """A pair of counts that changes with what is saved."""
+        changes = self.corpus.appended + self.corpus.times.forgotten + self.feed.end
+        return changes, self._earlier.steps + self.engines.steps
 
     @property
     def budget_totals(self) -> BudgetTotals:
