@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import tempfile
@@ -11,8 +12,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import structlog
 
@@ -20,19 +22,21 @@ from drafter_service.server.disk import in_thread
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
+from ssd.corpus.requests import NO_NAME, Forget, hash_of
 from ssd.corpus.sections import SnapshotError
 
 logger = structlog.get_logger(__name__)
 
-KEPT_TOKENS = 1 << 20
-"""Number of tokens of the newest changes that are kept for clients whose connection breaks; others take a snapshot."""
-KEPT_CHANGES = 1 << 16
+KEPT_BYTES = 1 << 22
+"""Size of the newest changes that are kept for clients whose connection breaks; others take a snapshot."""
 KEPT_MORE = 8
-"""Factor of these numbers while a snapshot is being sent, after which a client needs the changes since it began."""
-SENT_TOKENS = 1 << 20
-"""Number of tokens after which a message is full: 4 MB."""
+"""Factor of this size while a snapshot is being sent, after which a client needs the changes since it began."""
+CHANGE_BYTES = 1 << 10
+"""Memory of a change's objects in addition to its contents: 500 to 1,100 bytes were measured."""
+TRIMMED_AT_ONCE = 256
+"""Largest number of changes that are dropped when one is added, so that the event loop is not blocked."""
 PART_BYTES = 1 << 20
-"""Size of a part of a snapshot."""
+"""Size of a part of a snapshot, and of changes after which a message is full."""
 SIGN_OF_LIFE_S = 2.0
 """Seconds after which a response without changes is sent."""
 
@@ -57,6 +61,30 @@ class CopyStream:
     """Libraries of the namespace that the client may read."""
 
 
+class Kept(NamedTuple):
+    """A change that is kept."""
+
+    change: pb.Change
+    bytes: int
+    """Its memory."""
+    name: int
+    """Hash of the name of the text that was learned; `NO_NAME` for other changes."""
+    time: float
+    """When it was learned, in seconds since 1970; infinite for other changes."""
+
+    @classmethod
+    def of(cls, change: pb.Change) -> Kept:
+        """Return what is kept of a change."""
+        size, text = CHANGE_BYTES + change.ByteSize(), change.finished
+        if not change.HasField("finished"):
+            return cls(change, size, NO_NAME, math.inf)
+        return cls(change, size, hash_of(text.request_id), text.time)
+
+
+ERASED = Kept.of(pb.Change())
+"""Replaces text that has been forgotten; clients ignore it."""
+
+
 class Feed:
     """The newest changes of a namespace, numbered in order. Used by the event loop alone."""
 
@@ -66,8 +94,11 @@ class Feed:
         """Name of this numbering."""
         self._first = 0
         """Number of the first change that is kept."""
-        self._changes: deque[pb.Change] = deque()
-        self._tokens = 0
+        self._changes: deque[Kept] = deque()
+        self.nbytes = 0
+        """Memory of the changes that are kept."""
+        self._is_followed = False
+        """Whether a client has followed: until then nothing is kept, since none can continue after a position."""
         self._is_new = asyncio.Event()
         self._savings: dict[int, Saving] = {}
         """The newest snapshots that are being written or sent, by their largest number of tokens."""
@@ -82,24 +113,33 @@ class Feed:
 
     def add(self, change: pb.Change) -> None:
         """Add a change."""
-        self._changes.append(change)
-        self._tokens += _size(change)
-        factor = KEPT_MORE if self._sending else 1
-        while self._tokens > factor * KEPT_TOKENS or len(self._changes) > factor * KEPT_CHANGES:
-            self._tokens -= _size(self._changes.popleft())
+        self._changes.append(Kept.of(change))
+        self.nbytes += self._changes[-1].bytes
+        limit = KEPT_BYTES * (KEPT_MORE if self._sending else 1) if self._is_followed else 0
+        for _ in range(TRIMMED_AT_ONCE):
+            if self.nbytes <= limit:
+                break
+            self.nbytes -= self._changes.popleft().bytes
             self._first += 1
         self._is_new.set()
         self._is_new = asyncio.Event()
+
+    def forget(self, change: pb.Change, command: Forget) -> None:
+        """Add a change that forgets text, and erase the text that its command applies to: it must not be sent later."""
+        kept = self._changes
+        self._changes = deque(ERASED if command.covers(each.name, each.time) else each for each in kept)
+        self.nbytes = sum(each.bytes for each in self._changes)
+        self.add(change)
 
     def since(self, position: int) -> list[pb.Change] | None:
         """Return the changes after a position, as many as a message may have; None if some are not kept any more."""
         if not self._first <= position <= self.end:
             return None
-        changes, tokens = [], 0
-        for at in range(position - self._first, len(self._changes)):
-            changes.append(self._changes[at])
-            tokens += _size(changes[-1])
-            if tokens > SENT_TOKENS:
+        changes, size = [], 0
+        for kept in islice(self._changes, position - self._first, None):
+            changes.append(kept.change)
+            size += kept.bytes
+            if size > PART_BYTES:
                 break
         return changes
 
@@ -114,7 +154,7 @@ class Feed:
 
         stream: with the client's position, which is updated.
         """
-        began = self._clock()
+        began, self._is_followed = self._clock(), True
         changes = self.since(stream.position) if stream.copy == self.copy else None
         response = pb.FollowResponse(namespace=stream.namespace, copy=self.copy, libraries=stream.libraries)
         while True:
@@ -204,7 +244,3 @@ class Saving:
 def _close(written: asyncio.Future[IO[bytes]]) -> None:
     if not written.cancelled() and written.exception() is None:
         written.result().close()
-
-
-def _size(change: pb.Change) -> int:
-    return len(change.finished.tokens) // 4

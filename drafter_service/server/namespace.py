@@ -68,7 +68,7 @@ class Forgotten(NamedTuple):
     told_at: float
     """When this or another sidecar was told to, in seconds since 1970."""
     here_at: float
-    """When it was forgotten here, by `time.monotonic`."""
+    """When it was forgotten here, by `time.monotonic`; after a restart, when the namespace was loaded."""
 
 
 @dataclass(eq=False)
@@ -167,6 +167,8 @@ class Namespace:
             duplicates=self.duplicates,
             log_position=self.log_position() if self.log_position else self.restored_position,
             history=[tuple(sample) for sample in self.history.samples],
+            forgotten={name: forgotten.told_at for name, forgotten in self._forgotten.items()},
+            forgotten_before=None if math.isinf(self._forgotten_before) else self._forgotten_before,
         )
 
     def restore(self, stored: Description) -> None:
@@ -175,6 +177,11 @@ class Namespace:
         self.restored_position = stored.log_position
         for sample in stored.samples():
             self.history.record(sample)
+        # `here_at` is not when they were forgotten: the clock may have been set since.
+        names, now = list(stored.forgotten.items())[-MAX_FORGOTTEN:], time.monotonic()
+        self._forgotten = {name: Forgotten(told_at, now) for name, told_at in names}
+        if stored.forgotten_before is not None:
+            self._forgotten_before = stored.forgotten_before
 
     def read_from(self, libraries: Sequence[Namespace]) -> None:
         """Draft from these namespaces, too, and from no others. Raises IdentityError for another tokenizer."""
@@ -329,7 +336,6 @@ class Namespace:
         logged_at: when another sidecar was told to, in seconds since 1970, if that was read from the shared log, so
         that it is not written there; None: this one is told to, now.
         """
-        self.feed.add(pb.Change(forgotten=request_id))
         told_at, name = self.corpus.clock() if logged_at is None else logged_at, hash_of(request_id)
         if logged_at is None:
             self.publish(Event(Kind.FORGOTTEN, told_at, request_id))
@@ -341,12 +347,12 @@ class Namespace:
             del self._forgotten[next(iter(self._forgotten))]
         running = sum(drafter.forget_own(request_id) for drafter in self.drafters)
         command = self.corpus.forget(request_id)
+        self.feed.forget(pb.Change(forgotten=request_id), command)
         command.requests += running
         return command
 
     def forget_before(self, moment: float, *, is_from_log: bool = False) -> Forget:
         """Forget text learned before a time, in seconds since 1970, as `forget`."""
-        self.feed.add(pb.Change(forgotten_before=moment))
         told = moment if is_from_log else min(moment, self.corpus.clock())
         if not is_from_log:
             self.publish(Event(Kind.FORGOTTEN_BEFORE, told))
@@ -354,7 +360,9 @@ class Namespace:
         self._learned = {name: time for name, time in self._learned.items() if time >= moment}
         for drafter in self.drafters:
             drafter.end_sessions_before(moment)
-        return self.corpus.forget_older_than(self.corpus.clock() - moment)
+        command = self.corpus.forget_older_than(self.corpus.clock() - moment)
+        self.feed.forget(pb.Change(forgotten_before=moment), command)
+        return command
 
     @property
     def sequences(self) -> int:
@@ -373,8 +381,9 @@ class Namespace:
 
     @property
     def version(self) -> tuple[int, int]:
-        """A pair of counts that changes with the contents of a snapshot."""
-        return self.corpus.appended + self.corpus.times.forgotten, self._earlier.steps + self.engines.steps
+        """A pair of counts that changes with what is saved."""
+        changes = self.corpus.appended + self.corpus.times.forgotten + self.feed.end
+        return changes, self._earlier.steps + self.engines.steps
 
     @property
     def budget_totals(self) -> BudgetTotals:
@@ -386,8 +395,8 @@ class Namespace:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the corpus, the learned probabilities and the running sequences."""
-        return self.corpus.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
+        """Memory of the corpus, the learned probabilities, the running sequences and the changes that are kept."""
+        return self.corpus.nbytes + self.feed.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
 
     def record_sample(self, now: float) -> None:
         """Add the totals at a time, in seconds since 1970, to the history."""

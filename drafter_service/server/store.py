@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import structlog
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from drafter_service.observability.facts import ModelIdentity, Sample
 from drafter_service.observability.report.schema import ClientTotals
@@ -56,6 +56,10 @@ class Description(BaseModel):
     log_position: str | None = None
     """Position in the shared log that had been read before the corpus was saved."""
     history: list[tuple[float, ...]] = []
+    forgotten: dict[int, FiniteFloat] = {}
+    """Hashes of the names that were forgotten last, oldest first, with the times of that in seconds since 1970."""
+    forgotten_before: FiniteFloat | None = None
+    """Time before which everything was forgotten, in seconds since 1970; None if that was never done."""
 
     def samples(self) -> list[Sample]:
         """Return the history; empty if another version wrote it."""

@@ -1,5 +1,7 @@
 """A namespace: what it learns and forgets, and when."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from drafter_service.replication.events import Event, Kind
 from drafter_service.server.session import Session
+from drafter_service.server.store import Description
 from drafter_service.settings.tree import Limits
 from ssd.corpus.requests import hash_of, id_of_hash
 from tests.drafter_service.guarded import Clock
@@ -94,6 +97,27 @@ def test_only_the_newest_forgotten_names_are_kept(namespace, monkeypatch):
         namespace.forget(name, logged_at=9.0)
     learned = [namespace.learn(array([1]), name, finished_at=5.0, is_from_log=True) for name in "abc"]
     assert learned == [True, False, False]
+
+
+def test_names_that_were_forgotten_are_restored_as_far_as_they_are_kept(namespace, monkeypatch):
+    for name in "abc":
+        namespace.forget(name, logged_at=9.0)
+    monkeypatch.setattr("drafter_service.server.namespace.MAX_FORGOTTEN", 2)
+    with still_namespace() as again:
+        again.restore(namespace.describe())
+        assert [again.was_forgotten(name, 60.0) for name in "abcd"] == [False, True, True, False]
+        learned = [again.learn(array([1]), name, finished_at=5.0, is_from_log=True) for name in "abc"]
+        assert learned == [True, False, False]
+
+
+def test_text_that_was_forgotten_by_its_age_is_not_learned_from_the_log_after_a_restart(namespace, clock):
+    for moment, learned in ((None, [True, True]), (500.0, [False, True]), (math.inf, [False, False])):
+        if moment is not None:
+            namespace.forget_before(moment)
+        with still_namespace(clock=clock) as again:
+            again.restore(Description.model_validate_json(namespace.describe().model_dump_json()))
+            times = (499.0, 501.0)
+            assert [again.learn(array([1]), None, finished_at=time, is_from_log=True) for time in times] == learned
 
 
 def test_text_that_is_older_has_its_time_here_and_in_the_log(namespace, clock):

@@ -19,7 +19,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.sections import SnapshotError
 from ssd.errors import UserError
 from tests.drafter_service.guarded import run
-from tests.drafter_service.raw import batch, start
+from tests.drafter_service.raw import batch, counted, finish, start
 from tests.drafter_service.server.opened_namespaces import (
     DRAFTING,
     UNKNOWN_MODEL,
@@ -56,6 +56,34 @@ async def test_a_saved_namespace_is_restored_after_a_restart(tmp_path):
         assert again.restored_position == "12-3"
         # Text of a known name is not learned again.
         assert not again.learn(array([1, 2, 3, 9]), "a-0")
+
+
+@run
+@pytest.mark.parametrize("is_unloaded", [False, True])
+async def test_text_that_was_forgotten_while_it_was_produced_is_not_learned_after_a_restart(tmp_path, is_unloaded):
+    async with opened(tmp_path) as namespaces:
+        namespace = await learned(namespaces, "a")
+        namespace.forget("secret")
+        assert namespace.is_changed
+        if is_unloaded:
+            await namespaces.unload_idle(0)
+            assert not namespaces.loaded
+        else:
+            await namespaces.close()
+    async with opened(tmp_path) as namespaces:
+        again = await learned(namespaces, "a")
+        session = Session(again, Limits())
+        # A client that connects again starts its sequences with their text and age, and sends others that have ended.
+        running = [start(number, counted(100 * number), request_id="secret", age_s=60.0) for number in (1, 2)]
+        session.answer(pb.DraftRequest(starts=running[:1], batch=batch({1: [7, 8]})), may_learn=True)
+        session.answer(pb.DraftRequest(starts=running[1:], finishes=[finish(1, [9]), finish(2, [9])]), may_learn=True)
+        new = start(3, counted(300), request_id="secret")
+        session.answer(pb.DraftRequest(starts=[new], finishes=[finish(3, [9])]), may_learn=True)
+        session.close()
+        again.corpus.refresh()
+        assert again.corpus.requests == 1
+        assert draft_of(again, [*counted(100), 7, 8], 1) == draft_of(again, counted(200), 1) == []
+        assert draft_of(again, counted(300), 1) == [9]
 
 
 @run

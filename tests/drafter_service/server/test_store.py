@@ -29,6 +29,8 @@ def description(name="a", **changes):
         "duplicates": 3,
         "log_position": "1-2",
         "history": [tuple(SAMPLE)],
+        "forgotten": {-(1 << 63): 1.5, 7: 2.5},
+        "forgotten_before": 3.5,
     }
     return Description(name=name, **(parts | changes))
 
@@ -56,11 +58,21 @@ def test_a_description_is_read_back(store):
     store.make_folder("c")
     (store.folder / "c" / DESCRIPTION).write_text('{"name": "c", "model": {}, "history": [[1, 2]]}')
     kept = read(store, "c")
-    assert (kept.clients, kept.log_position, kept.samples()) == (ClientTotals(), None, [])
+    assert (kept.clients, kept.log_position, kept.samples(), kept.forgotten) == (ClientTotals(), None, [], {})
     assert store.known == {"a": KnownNamespace(description().model, description().tokens)}
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"name": 5}', '{"name": "a", "model": {"vocab_size": "x"}}'])
+DAMAGED = ("[]", '{"a": 1}', '{"1": null}', '{"1": NaN}', '{"1": 1e999}', '{"1.5": 1}')
+"""Values of the field `forgotten`."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", '{"name": 5}', '{"name": "a", "model": {"vocab_size": "x"}}'),
+        *(f'{{"name": "a", "model": {{}}, "forgotten": {value}}}' for value in DAMAGED),
+    ],
+)
 def test_a_damaged_description_is_set_aside(store, content):
     store.make_folder("a")
     (store.folder / "a" / DESCRIPTION).write_text(content)
