@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import copies, replica
+from drafter_service.client.client import DrafterClient
 from drafter_service.client.copies import Copy
 from drafter_service.client.replica import ReplicaClient
 from drafter_service.observability.facts import ModelIdentity
@@ -204,6 +205,72 @@ def test_a_service_that_sends_no_copy_still_limits_the_length_of_drafts(socket_a
         assert len(client.propose(repeated).tokens) == 3
         client.finish(1, array([5]))
         assert 'set "drafting" to "sidecar"' in eventually(lambda: lost)[0]
+
+
+@pytest.mark.parametrize("kind", [DrafterClient, ReplicaClient])
+def test_an_engine_goes_on_after_on_lost_has_closed_its_client(socket_address, kind):
+    def close(_):
+        client.close()
+        closed.set()
+
+    closed = threading.Event()
+    with (
+        fake_server_thread(socket_address, FakeService()) as fake,
+        kind(socket_address, on_lost=close) as client,
+    ):
+        client.start(1, array([5]))
+        client.draft(progress_of({1: [6]}, 4))
+        fake.cut()
+        assert closed.wait(TIMEOUT_S)
+        assert client.draft(progress_of({1: [7]}, 4)).tokens.tolist() == []
+        client.start(2, array(range(5000)))
+        assert client.propose([9000]).tokens.tolist() == []
+        for number in (1, 2):
+            client.finish(number, array([8]))
+        with pytest.raises(ValueError, match="sequence 1 was not started"):
+            client.finish(1, array([]))
+
+
+def test_a_closed_client_keeps_no_finished_text_and_follows_no_library(socket_address):
+    client = ReplicaClient(socket_address, required=False)
+    client.close()
+    client.copy.libraries = ["library"]
+    client.start(1, array([5]))
+    client.finish(1, array([6]))
+    assert not client._finished
+    follower = client._followers["library"]._threads[0]
+    follower.join(TIMEOUT_S)
+    assert not follower.is_alive()
+
+
+def test_closing_ends_the_sender_while_another_thread_sends(socket_address):
+    class Waited(threading.Event):
+        def __init__(self):
+            super().__init__()
+            self.is_awaited, self.may_wait, self.was_set = (threading.Event() for _ in range(3))
+
+        def wait(self, timeout=None):
+            self.is_awaited.set()
+            self.may_wait.wait(TIMEOUT_S)
+            return super().wait(timeout)
+
+        def set(self):
+            super().set()
+            self.was_set.set()
+
+    with ReplicaClient(socket_address, required=False) as client:
+        before, client._has_finished = client._has_finished, Waited()
+        before.set()
+        assert client._has_finished.is_awaited.wait(TIMEOUT_S)
+        closing = threading.Thread(target=client._stop_sender)
+        closing.start()
+        assert client._has_finished.was_set.wait(TIMEOUT_S)
+        client._send_finished()
+        client._has_finished.may_wait.set()
+        closing.join(TIMEOUT_S / 4)
+        is_stuck = closing.is_alive()
+        client._has_finished.set()
+        assert not is_stuck
 
 
 def test_parts_that_cannot_be_written_are_dropped(monkeypatch):
