@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import copies, replica
 from drafter_service.client.client import DrafterClient
-from drafter_service.client.copies import Copy
+from drafter_service.client.copies import Copy, Follower
 from drafter_service.client.replica import ReplicaClient
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server import feed
@@ -132,6 +132,14 @@ def test_forgotten_text_is_not_offered(service, caller, name):
         eventually(lambda: not has(client, 500))
         caller.observe(name, counted(100), names=["one"])
         eventually(lambda: has(client, 100))
+
+
+def snapshot_data(folder, name="text"):
+    """Return the bytes of a snapshot with a text of this name."""
+    corpus = Corpus(100_000, DrafterConfig().match_depth)
+    corpus.append(array(counted(300)), name)
+    snapshot.save(corpus, folder / "corpus.ssd")
+    return (folder / "corpus.ssd").read_bytes()
 
 
 def test_running_text_of_a_forgotten_name_is_not_offered_to_others(service, caller, name):
@@ -271,6 +279,103 @@ def test_closing_ends_the_sender_while_another_thread_sends(socket_address):
         is_stuck = closing.is_alive()
         client._has_finished.set()
         assert not is_stuck
+
+
+class StatusError(grpc.RpcError):
+    """The end of a call."""
+
+    def __init__(self, code, details=""):
+        self.code, self.details = lambda: code, lambda: details
+
+
+@contextmanager
+def followed(monkeypatch, streams):
+    """Yield a copy and the reasons that its follower reports, once it has read these streams of responses, exceptions,
+    and functions that are called with the copy.
+    """
+    has_read, reported = threading.Event(), []
+    calls = iter(streams)
+
+    class Call:
+        def __init__(self):
+            self._items, self._is_cancelled = next(calls, None), threading.Event()
+
+        def cancel(self):
+            self._is_cancelled.set()
+
+        def __iter__(self):
+            if self._items is None:
+                has_read.set()
+                self._is_cancelled.wait(TIMEOUT_S)
+            for item in self._items or ():
+                if isinstance(item, Exception):
+                    raise item
+                if callable(item):
+                    item(copy)
+                else:
+                    yield item
+
+    stub = SimpleNamespace(Follow=lambda *_, **__: Call())
+    monkeypatch.setattr(copies.drafter_pb2_grpc, "DrafterServiceStub", lambda _: stub)
+    connector = SimpleNamespace(open=lambda _: nullcontext(), metadata=lambda: (), address=SimpleNamespace(text="here"))
+    copy = Copy(pb.FollowRequest(), DrafterConfig(), 1 << 20)
+    follower = Follower(connector, copy, reported.append)
+    try:
+        assert has_read.wait(TIMEOUT_S)
+        yield copy, [reason.removeprefix("no copy of the corpus from the drafter at here: ") for reason in reported]
+    finally:
+        follower.close()
+
+
+AWAY = StatusError(grpc.StatusCode.UNAVAILABLE)
+CURRENT = pb.FollowResponse(position=0, is_current=True)
+
+
+def test_each_reason_for_which_there_is_no_copy_is_reported_once(monkeypatch):
+    monkeypatch.setattr(copies, "FIRST_PAUSE_S", 0.0)
+    refused, full = (
+        StatusError(code, code.name)
+        for code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    )
+    ends = [AWAY, refused, AWAY, refused, full, full]
+    with followed(monkeypatch, [*([end] for end in ends), [CURRENT, AWAY], [full]]) as (_, reported):
+        assert reported == ["FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"]
+
+
+def test_a_service_that_was_reached_is_called_again_soon(monkeypatch):
+    monkeypatch.setattr(copies, "LONGEST_PAUSE_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr(copies, "FIRST_PAUSE_S", 0.001)
+    with followed(monkeypatch, 30 * [[CURRENT, AWAY]]) as (_, reported):
+        assert reported == []
+
+
+def test_a_copy_that_cannot_be_erased_is_closed_and_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "FIRST_PAUSE_S", 0.0)
+    loaded = pb.FollowResponse(snapshot=snapshot_data(tmp_path), position=1, is_current=True)
+    withdrawn = []
+
+    def fill_memory(copy):
+        withdrawn.append(copy.corpus)
+        copy.corpus.refresh = raising(MemoryError())
+
+    with followed(monkeypatch, [[loaded, fill_memory, MemoryError()], [loaded]]) as (copy, reported):
+        assert reported == ["MemoryError"]
+        assert withdrawn[0]._maintainer is None
+        assert copy.snapshots == 2
+
+
+def test_a_failure_to_withdraw_a_copy_is_reported_and_not_the_end(monkeypatch):
+    monkeypatch.setattr(copies, "FIRST_PAUSE_S", 0.0)
+
+    def break_copy(copy):
+        copy.replace = raising(MemoryError())
+
+    def repair_copy(copy):
+        del copy.replace
+
+    refused = StatusError(grpc.StatusCode.ABORTED)
+    with followed(monkeypatch, [[break_copy, refused], [repair_copy, CURRENT]]) as (_, reported):
+        assert reported == ["MemoryError"]
 
 
 def test_parts_that_cannot_be_written_are_dropped(monkeypatch):
@@ -473,10 +578,7 @@ def test_a_missing_service_and_shadow_mode_are_errors(socket_address, monkeypatc
 
 @pytest.mark.parametrize("vocab_size", [0, 200])
 def test_damaged_snapshots_and_other_vocabularies_are_refused(tmp_path, vocab_size):
-    corpus = Corpus(100_000, DrafterConfig().match_depth)
-    corpus.append(array(counted(300)), "text")
-    snapshot.save(corpus, tmp_path / "corpus.ssd")
-    data = (tmp_path / "corpus.ssd").read_bytes()
+    data = snapshot_data(tmp_path)
     copy = Copy(pb.FollowRequest(model=pb.Model(vocab_size=vocab_size)), DrafterConfig(), 1 << 20)
     parts = [data] if vocab_size else [data[:5000], data[:-5000], data[:5000] + data[5001:]]
     for part in parts:
