@@ -10,13 +10,12 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from random import Random
 from typing import IO, Any
 
 import grpc
-import numpy as np
 
 from drafter_service.auth.connector import Connector
 from drafter_service.client.client import CHANNEL_OPTIONS, CLOSE_TIMEOUT_S
@@ -84,14 +83,18 @@ class Copy:
         """None before the first snapshot, and after the service has withdrawn it."""
         self._names: set[int] = set()
         """Hashes of the names of its texts."""
+        self._withheld: set[int] = set()
+        """Hashes of names that this client forgets; their texts are not learned until the service's change arrives."""
+        self._forgot_at = -math.inf
+        """When `forgetting` last ended; infinite until it ends."""
         self._copy = self._announced = ""
         """The service's names for this copy, and for the one that it sends now."""
         self.position = 0
         """Number of changes that it has."""
         self.snapshots = 0
         """Number of snapshots that were loaded."""
-        self._current_at = -np.inf
-        """When the copy last had all changes."""
+        self._current_at = -math.inf
+        """When the corpus last had all changes."""
         self._file: IO[bytes] | None = None
         """The parts of the next snapshot so far."""
         self.libraries: list[str] = []
@@ -154,7 +157,32 @@ class Copy:
             self._copy, self.position = self._announced, response.position
         if response.is_current:
             with self._lock:
-                self._current_at = called_at + max(0.0, response.seconds)
+                moment = called_at + max(0.0, response.seconds)
+                # A new snapshot may be older than a call of `forgetting`.
+                if moment >= self._forgot_at or self._current_at > -math.inf:
+                    self._current_at = moment
+
+    @contextmanager
+    def forgetting(self, request_id: str) -> Iterator[None]:
+        """Erase the texts of a name, and offer none from the end of the block on, in which the service forgets them.
+
+        They may still arrive after it, before the change that forgets them. If the block raises, they are learned.
+        """
+        name = hash_of(request_id)
+        with self._lock:
+            self._forgot_at = math.inf
+            if (corpus := self._corpus) is not None:
+                self._withheld.add(name)
+        try:
+            if corpus is not None:
+                corpus.forget(request_id)
+                corpus.refresh()
+            yield
+        except BaseException:
+            self._withheld.discard(name)
+            raise
+        finally:
+            self._forgot_at = self._clock()
 
     def drop_parts(self) -> None:
         """Delete the parts of a snapshot, because they are loaded or the stream has ended."""
@@ -168,6 +196,7 @@ class Copy:
         names = set() if corpus is None else {*corpus.request_times()}
         with self._lock:
             before, self._corpus, self._names = self._corpus, corpus, names
+            self._withheld, self._current_at = set(), -math.inf
         if before is None:
             return
         # What was forgotten meanwhile is not known.
@@ -219,6 +248,7 @@ class Copy:
                 has_forgotten = True
                 if what == "forgotten":
                     self._names.discard(hash_of(change.forgotten))
+                    self._withheld.discard(hash_of(change.forgotten))
                     corpus.forget(change.forgotten)
                 else:
                     corpus.forget_older_than(corpus.clock() - change.forgotten_before)
@@ -243,7 +273,12 @@ class Copy:
             tokens = unpack_tokens(text.tokens, "finished.tokens", self._request.model.vocab_size)
         except WireError:
             return  # It is of no use for this model.
-        while not corpus.append(tokens, text.request_id, text.tag, time=text.time):
+        while True:
+            with self._lock:  # `forgetting` erases what is appended before it adds the name.
+                if name in self._withheld:
+                    return
+                if corpus.append(tokens, text.request_id, text.tag, time=text.time):
+                    break
             time.sleep(ROOM_S)  # The index is built in another thread.
             if self._is_closed:
                 raise WireError("the copy is closed")

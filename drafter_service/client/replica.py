@@ -202,8 +202,9 @@ class ReplicaClient(DrafterClient):
         """See `DrafterClient.forget`."""
         self._send_finished()
         self._local.forget(request_id)
-        self._local.corpus.refresh()
-        super().forget(request_id)
+        with self.copy.forgetting(request_id):
+            self._local.corpus.refresh()
+            super().forget(request_id)
 
     def close(self) -> None:
         """See `DrafterClient.close`. Drafts after it come from the engine's running requests alone."""

@@ -30,7 +30,7 @@ from drafter_service.server import feed
 from drafter_service.server.namespace import Namespace
 from drafter_service.settings.tree import AccessConfig, NamespacesConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import WireError
+from drafter_service.transport.wire import WireError, pack
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -140,6 +140,72 @@ def snapshot_data(folder, name="text"):
     corpus.append(array(counted(300)), name)
     snapshot.save(corpus, folder / "corpus.ssd")
     return (folder / "corpus.ssd").read_bytes()
+
+
+def test_a_snapshot_is_used_once_it_has_what_was_forgotten_before(tmp_path):
+    copy = Copy(pb.FollowRequest(), DrafterConfig(), 1 << 20, lambda: 5.0)
+    positions = itertools.count(1)
+
+    def texts_after(seconds, **fields):
+        response = pb.FollowResponse(position=next(positions), is_current=True, seconds=seconds, **fields)
+        copy.receive(response, 0.0)
+        if copy.corpus is None:
+            return None
+        copy.corpus.refresh()
+        return {*copy.corpus.request_times()}
+
+    text, other = hash_of("text"), hash_of("other")
+    assert texts_after(1.0, snapshot=snapshot_data(tmp_path)) == {text}
+    with copy.forgetting("text"):
+        assert copy.corpus.request_times() == {}
+    assert texts_after(4.0, snapshot=snapshot_data(tmp_path)) is None
+    assert texts_after(5.0, changes=[pb.Change(forgotten="text")]) == set()
+    with copy.forgetting("text"):
+        assert texts_after(5.0, snapshot=snapshot_data(tmp_path, "other")) is None
+    # That snapshot is newer, so no change follows that forgets the name.
+    finished = pb.FinishedText(request_id="text", tokens=pack(array(counted(100)), "u4"), time=1.0)
+    assert texts_after(5.0, changes=[pb.Change(finished=finished)]) == {text, other}
+    copy.replace(None)
+
+
+def test_text_that_arrives_before_the_change_that_forgets_it_is_not_offered(service, name, monkeypatch):
+    monkeypatch.setattr(replica, "SENT_AFTER_S", 3600)
+    has_returned, may_forget, applied = threading.Event(), threading.Event(), []
+    with replica_of(service, name) as client:
+        apply = client.copy._apply
+
+        def apply_later(changes):
+            has_returned.wait(TIMEOUT_S)
+            for change in changes:
+                if change.WhichOneof("what") == "forgotten":
+                    may_forget.wait(TIMEOUT_S)
+                apply([change])
+                applied.append(change.WhichOneof("what"))
+
+        monkeypatch.setattr(client.copy, "_apply", apply_later)
+        client.start(1, array(counted(100)[:8]), request_id="mine")
+        client.finish(1, array(counted(100)[8:]))
+        client.forget("mine")
+        has_returned.set()
+        eventually(lambda: applied == ["finished"])
+        client.copy.corpus.refresh()
+        assert not has(client, 100)
+        may_forget.set()
+        eventually(lambda: len(applied) == 2)
+        client.start(1, array(counted(300)[:8]), request_id="mine")
+        client.finish(1, array(counted(300)[8:]))
+        client._send_finished()
+        eventually(lambda: has(client, 300))
+
+
+def test_text_of_a_name_that_the_service_did_not_forget_is_learned(service, name, monkeypatch):
+    with replica_of(service, name) as client:
+        monkeypatch.setattr(DrafterClient, "forget", raising(UserError("the service is away")))
+        with pytest.raises(UserError):
+            client.forget("mine")
+        client.start(1, array(counted(100)[:8]), request_id="mine")
+        client.finish(1, array(counted(100)[8:]))
+        eventually(lambda: has(client, 100))
 
 
 def test_running_text_of_a_forgotten_name_is_not_offered_to_others(service, caller, name):
@@ -623,7 +689,9 @@ def test_counts_of_drafts_are_in_the_report(service, caller, name, monkeypatch):
 
 
 OPERATIONS = st.tuples(
-    st.sampled_from(["learn", "learn", "forget", "forget all", "break", "wait", "wait long", "reload", "nothing"]),
+    st.sampled_from(
+        ["learn", "learn", "forget", "forget here", "forget all", "break", "wait", "wait long", "reload", "nothing"]
+    ),
     st.integers(0, 1),
     st.sampled_from([0, 1, 9]),
 )
@@ -637,6 +705,7 @@ class Feeding:
         self.now = 0.0
         self.copy = Copy(pb.FollowRequest(), DrafterConfig(), 1 << 20, lambda: self.now)
         self.forgotten_at = {}
+        self.forgotten_here = set()
         self.open()
 
     def open(self):
@@ -667,6 +736,12 @@ class Feeding:
         if what == "learn":
             self.namespace.learn(array(counted(100 * number)), f"{number}")
             self.known[number] = self.forgotten_at.pop(number, None)
+            self.forgotten_here.discard(number)
+        elif what == "forget here":
+            with self.copy.forgetting(f"{number}"):
+                self.namespace.forget(f"{number}")
+            self.forget(number)
+            self.forgotten_here.add(number)
         elif what == "forget":
             self.namespace.forget(f"{number}")
             self.forget(number)
@@ -690,10 +765,11 @@ class Feeding:
             self.forgotten_at[number] = self.now
 
     def check(self):
-        """Check that no text is in the copy that was forgotten longer than `TRUSTED_S` ago."""
+        """Check that no text is in the copy that was forgotten longer than `TRUSTED_S` ago, or by this client."""
         if (corpus := self.copy.corpus) is not None:
             corpus.refresh()
             held = corpus.request_times()
+            assert held.keys().isdisjoint({hash_of(f"{number}") for number in self.forgotten_here})
             for number, moment in self.forgotten_at.items():
                 assert hash_of(f"{number}") not in held or self.now - moment <= copies.TRUSTED_S
 
