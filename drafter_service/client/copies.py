@@ -10,13 +10,12 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from random import Random
 from typing import IO, Any
 
 import grpc
-import numpy as np
 
 from drafter_service.auth.connector import Connector
 from drafter_service.client.client import CHANNEL_OPTIONS, CLOSE_TIMEOUT_S
@@ -84,14 +83,18 @@ class Copy:
         """None before the first snapshot, and after the service has withdrawn it."""
         self._names: set[int] = set()
         """Hashes of the names of its texts."""
+        self._withheld: set[int] = set()
+        """Hashes of names that this client forgets; their texts are not learned until the service's change arrives."""
+        self._forgot_at = -math.inf
+        """When `forgetting` last ended; infinite until it ends."""
         self._copy = self._announced = ""
         """The service's names for this copy, and for the one that it sends now."""
         self.position = 0
         """Number of changes that it has."""
         self.snapshots = 0
         """Number of snapshots that were loaded."""
-        self._current_at = -np.inf
-        """When the copy last had all changes."""
+        self._current_at = -math.inf
+        """When the corpus last had all changes."""
         self._file: IO[bytes] | None = None
         """The parts of the next snapshot so far."""
         self.libraries: list[str] = []
@@ -154,7 +157,32 @@ class Copy:
             self._copy, self.position = self._announced, response.position
         if response.is_current:
             with self._lock:
-                self._current_at = called_at + max(0.0, response.seconds)
+                moment = called_at + max(0.0, response.seconds)
+                # A new snapshot may be older than a call of `forgetting`.
+                if moment >= self._forgot_at or self._current_at > -math.inf:
+                    self._current_at = moment
+
+    @contextmanager
+    def forgetting(self, request_id: str) -> Iterator[None]:
+        """Erase the texts of a name, and offer none from the end of the block on, in which the service forgets them.
+
+        They may still arrive after it, before the change that forgets them. If the block raises, they are learned.
+        """
+        name = hash_of(request_id)
+        with self._lock:
+            self._forgot_at = math.inf
+            if (corpus := self._corpus) is not None:
+                self._withheld.add(name)
+        try:
+            if corpus is not None:
+                corpus.forget(request_id)
+                corpus.refresh()
+            yield
+        except BaseException:
+            self._withheld.discard(name)
+            raise
+        finally:
+            self._forgot_at = self._clock()
 
     def drop_parts(self) -> None:
         """Delete the parts of a snapshot, because they are loaded or the stream has ended."""
@@ -168,15 +196,19 @@ class Copy:
         names = set() if corpus is None else {*corpus.request_times()}
         with self._lock:
             before, self._corpus, self._names = self._corpus, corpus, names
+            self._withheld, self._current_at = set(), -math.inf
         if before is None:
             return
         # What was forgotten meanwhile is not known.
         self._add_forgotten(EVERYTHING)
-        if corpus is None:
-            with suppress(RuntimeError):  # A draft in progress reads it for longer than a change waits.
+        try:
+            if corpus is None:
                 before.forget_older_than(-math.inf)
                 before.refresh()
-        before.close()
+        except Exception as problem:  # A draft in progress reads it for too long, or memory is short.
+            logger.warning("the text of a withdrawn copy was not erased: %s", type(problem).__name__)
+        finally:
+            before.close()
 
     def close(self) -> None:
         """Let the thread that calls `receive` end soon."""
@@ -216,6 +248,7 @@ class Copy:
                 has_forgotten = True
                 if what == "forgotten":
                     self._names.discard(hash_of(change.forgotten))
+                    self._withheld.discard(hash_of(change.forgotten))
                     corpus.forget(change.forgotten)
                 else:
                     corpus.forget_older_than(corpus.clock() - change.forgotten_before)
@@ -240,7 +273,12 @@ class Copy:
             tokens = unpack_tokens(text.tokens, "finished.tokens", self._request.model.vocab_size)
         except WireError:
             return  # It is of no use for this model.
-        while not corpus.append(tokens, text.request_id, text.tag, time=text.time):
+        while True:
+            with self._lock:  # `forgetting` erases what is appended before it adds the name.
+                if name in self._withheld:
+                    return
+                if corpus.append(tokens, text.request_id, text.tag, time=text.time):
+                    break
             time.sleep(ROOM_S)  # The index is built in another thread.
             if self._is_closed:
                 raise WireError("the copy is closed")
@@ -258,6 +296,8 @@ class Follower:
         self._call: Any = None
         self._heard_at = math.inf
         """When the service last sent something; infinite while that is processed, and without a call."""
+        self._failures, self._reported = 0, ""
+        """Number of streams, and the last reason that was reported, since the service last sent a position."""
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"ssd-replica-{run.__name__.strip('_')}", daemon=True)
@@ -285,38 +325,40 @@ class Follower:
                 self._call.cancel()
 
     def _run(self) -> None:
-        failures, random = 0, Random()
+        random = Random()
         while not self._stopping.is_set():
-            before, reason, longest = self.copy.position, "", LOAD_PAUSE_S
+            is_withdrawn, reason, longest = False, "", LOAD_PAUSE_S
             try:
                 self._receive()
             except grpc.RpcError as problem:
-                if problem.code() in WITHDRAWN:
+                is_withdrawn = problem.code() in WITHDRAWN
+                if is_withdrawn or problem.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     reason = problem.details() or problem.code().name
-                    self.copy.replace(None)
                 elif problem.code() is grpc.StatusCode.UNIMPLEMENTED:
                     reason = 'it is older and sends no copies; update it, or set "drafting" to "sidecar"'
-                elif problem.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    reason = problem.details() or problem.code().name
                 if problem.code() in AWAY:
                     longest = LONGEST_PAUSE_S
             except SnapshotError as problem:  # Its text names what does not fit, and no text of users.
-                reason = str(problem)
-                self.copy.replace(None)
+                is_withdrawn, reason = True, str(problem)
             except OSError as problem:  # The copy remains for as long as it can be trusted.
                 reason = f"the snapshot cannot be stored in {tempfile.gettempdir()} ({problem.strerror})"
             except UserError:
                 longest = LONGEST_PAUSE_S
             except Exception as problem:
-                reason = type(problem).__name__
-                self.copy.replace(None)
+                is_withdrawn, reason = True, type(problem).__name__
             self._heard_at = math.inf
-            self.copy.drop_parts()
-            failures = 0 if self.copy.position != before else min(failures + 1, 30)
-            if failures == 1 and reason and not self._stopping.is_set():
+            try:
+                self.copy.drop_parts()
+                if is_withdrawn:
+                    self.copy.replace(None)
+            except Exception as problem:
+                reason = type(problem).__name__
+            if reason not in ("", self._reported) and not self._stopping.is_set():
+                self._reported = reason
                 with suppress(Exception):
                     self._on_lost(f"no copy of the corpus from the drafter at {self._connector.address.text}: {reason}")
-            self._stopping.wait(random.uniform(0.5, 1) * min(longest, FIRST_PAUSE_S * 2**failures))
+            self._stopping.wait(random.uniform(0.5, 1) * min(longest, FIRST_PAUSE_S * 2**self._failures))
+            self._failures = min(self._failures + 1, 30)
         self.copy.replace(None)
 
     def _receive(self) -> None:
@@ -331,3 +373,5 @@ class Follower:
                 self._heard_at = math.inf
                 self.copy.receive(response, called_at)
                 self._heard_at = time.monotonic()
+                if response.HasField("position"):
+                    self._failures, self._reported = 0, ""

@@ -189,7 +189,7 @@ class ReplicaClient(DrafterClient):
         all_steps = steps_before + (steps if len(tokens) else 0)
         self._local.finish(sequence_id, tokens, verified=verified, steps=steps, learn=learn)
         sequence = self._unsent.pop(sequence_id)
-        if learn and may_learn:
+        if learn and may_learn and not self._is_stopping.is_set():
             sequence.info.prompt = learned
             self._finished.append((sequence, output, all_steps))
             self._has_finished.set()
@@ -202,11 +202,12 @@ class ReplicaClient(DrafterClient):
         """See `DrafterClient.forget`."""
         self._send_finished()
         self._local.forget(request_id)
-        self._local.corpus.refresh()
-        super().forget(request_id)
+        with self.copy.forgetting(request_id):
+            self._local.corpus.refresh()
+            super().forget(request_id)
 
     def close(self) -> None:
-        """See `DrafterClient.close`."""
+        """See `DrafterClient.close`. Drafts after it come from the engine's running requests alone."""
         if self._is_fork:
             super().close()
             return
@@ -223,10 +224,9 @@ class ReplicaClient(DrafterClient):
             self._sender.join()
 
     def _close_local(self) -> None:
-        """Release the drafter and the copy."""
+        """Release the copies, but not the drafter, which the engine's thread may use while another one closes."""
         self._stop_sender()
-        self._local.close()
-        for follower in self._followers.values():
+        for follower in [*self._followers.values()]:
             follower.close()
         self._own.close()
 
@@ -234,6 +234,7 @@ class ReplicaClient(DrafterClient):
         while not self._is_stopping.is_set():
             self._has_finished.wait()
             self._is_stopping.wait(SENT_AFTER_S)
+            self._has_finished.clear()  # By this thread alone: another one might undo what `_stop_sender` sets.
             try:
                 self._send_finished()
             except Exception:
@@ -241,7 +242,6 @@ class ReplicaClient(DrafterClient):
 
     def _send_finished(self) -> None:
         """Send the finished sequences. Any thread may call it: they are taken with the lock."""
-        self._has_finished.clear()
         if self._finished:
             self._queue(partial(self._protocol.send_finished, self._finished))
 
@@ -282,6 +282,8 @@ class ReplicaClient(DrafterClient):
         for name in self.copy.libraries:
             if name not in self._followers:
                 self._followers[name] = self._followers[""].of_library(name)
+                if self._is_stopping.is_set():  # `close` may not have seen it.
+                    self._followers[name].close()
             copy = self._followers[name].copy
             library, _ = copy.take()  # What was forgotten is no text of this engine's requests.
             if library is not None:

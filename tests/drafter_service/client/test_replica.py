@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,14 +22,15 @@ from hypothesis import strategies as st
 
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import copies, replica
-from drafter_service.client.copies import Copy
+from drafter_service.client.client import DrafterClient
+from drafter_service.client.copies import Copy, Follower
 from drafter_service.client.replica import ReplicaClient
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server import feed
 from drafter_service.server.namespace import Namespace
 from drafter_service.settings.tree import AccessConfig, NamespacesConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import WireError
+from drafter_service.transport.wire import WireError, pack
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -133,6 +134,80 @@ def test_forgotten_text_is_not_offered(service, caller, name):
         eventually(lambda: has(client, 100))
 
 
+def snapshot_data(folder, name="text"):
+    """Return the bytes of a snapshot with a text of this name."""
+    corpus = Corpus(100_000, DrafterConfig().match_depth)
+    corpus.append(array(counted(300)), name)
+    snapshot.save(corpus, folder / "corpus.ssd")
+    return (folder / "corpus.ssd").read_bytes()
+
+
+def test_a_snapshot_is_used_once_it_has_what_was_forgotten_before(tmp_path):
+    copy = Copy(pb.FollowRequest(), DrafterConfig(), 1 << 20, lambda: 5.0)
+    positions = itertools.count(1)
+
+    def texts_after(seconds, **fields):
+        response = pb.FollowResponse(position=next(positions), is_current=True, seconds=seconds, **fields)
+        copy.receive(response, 0.0)
+        if copy.corpus is None:
+            return None
+        copy.corpus.refresh()
+        return {*copy.corpus.request_times()}
+
+    text, other = hash_of("text"), hash_of("other")
+    assert texts_after(1.0, snapshot=snapshot_data(tmp_path)) == {text}
+    with copy.forgetting("text"):
+        assert copy.corpus.request_times() == {}
+    assert texts_after(4.0, snapshot=snapshot_data(tmp_path)) is None
+    assert texts_after(5.0, changes=[pb.Change(forgotten="text")]) == set()
+    with copy.forgetting("text"):
+        assert texts_after(5.0, snapshot=snapshot_data(tmp_path, "other")) is None
+    # That snapshot is newer, so no change follows that forgets the name.
+    finished = pb.FinishedText(request_id="text", tokens=pack(array(counted(100)), "u4"), time=1.0)
+    assert texts_after(5.0, changes=[pb.Change(finished=finished)]) == {text, other}
+    copy.replace(None)
+
+
+def test_text_that_arrives_before_the_change_that_forgets_it_is_not_offered(service, name, monkeypatch):
+    monkeypatch.setattr(replica, "SENT_AFTER_S", 3600)
+    has_returned, may_forget, applied = threading.Event(), threading.Event(), []
+    with replica_of(service, name) as client:
+        apply = client.copy._apply
+
+        def apply_later(changes):
+            has_returned.wait(TIMEOUT_S)
+            for change in changes:
+                if change.WhichOneof("what") == "forgotten":
+                    may_forget.wait(TIMEOUT_S)
+                apply([change])
+                applied.append(change.WhichOneof("what"))
+
+        monkeypatch.setattr(client.copy, "_apply", apply_later)
+        client.start(1, array(counted(100)[:8]), request_id="mine")
+        client.finish(1, array(counted(100)[8:]))
+        client.forget("mine")
+        has_returned.set()
+        eventually(lambda: applied == ["finished"])
+        client.copy.corpus.refresh()
+        assert not has(client, 100)
+        may_forget.set()
+        eventually(lambda: len(applied) == 2)
+        client.start(1, array(counted(300)[:8]), request_id="mine")
+        client.finish(1, array(counted(300)[8:]))
+        client._send_finished()
+        eventually(lambda: has(client, 300))
+
+
+def test_text_of_a_name_that_the_service_did_not_forget_is_learned(service, name, monkeypatch):
+    with replica_of(service, name) as client:
+        monkeypatch.setattr(DrafterClient, "forget", raising(UserError("the service is away")))
+        with pytest.raises(UserError):
+            client.forget("mine")
+        client.start(1, array(counted(100)[:8]), request_id="mine")
+        client.finish(1, array(counted(100)[8:]))
+        eventually(lambda: has(client, 100))
+
+
 def test_running_text_of_a_forgotten_name_is_not_offered_to_others(service, caller, name):
     with replica_of(service, name) as client:
         mine, other = next(numbers), next(numbers)
@@ -204,6 +279,169 @@ def test_a_service_that_sends_no_copy_still_limits_the_length_of_drafts(socket_a
         assert len(client.propose(repeated).tokens) == 3
         client.finish(1, array([5]))
         assert 'set "drafting" to "sidecar"' in eventually(lambda: lost)[0]
+
+
+@pytest.mark.parametrize("kind", [DrafterClient, ReplicaClient])
+def test_an_engine_goes_on_after_on_lost_has_closed_its_client(socket_address, kind):
+    def close(_):
+        client.close()
+        closed.set()
+
+    closed = threading.Event()
+    with (
+        fake_server_thread(socket_address, FakeService()) as fake,
+        kind(socket_address, on_lost=close) as client,
+    ):
+        client.start(1, array([5]))
+        client.draft(progress_of({1: [6]}, 4))
+        fake.cut()
+        assert closed.wait(TIMEOUT_S)
+        assert client.draft(progress_of({1: [7]}, 4)).tokens.tolist() == []
+        client.start(2, array(range(5000)))
+        assert client.propose([9000]).tokens.tolist() == []
+        for number in (1, 2):
+            client.finish(number, array([8]))
+        with pytest.raises(ValueError, match="sequence 1 was not started"):
+            client.finish(1, array([]))
+
+
+def test_a_closed_client_keeps_no_finished_text_and_follows_no_library(socket_address):
+    client = ReplicaClient(socket_address, required=False)
+    client.close()
+    client.copy.libraries = ["library"]
+    client.start(1, array([5]))
+    client.finish(1, array([6]))
+    assert not client._finished
+    follower = client._followers["library"]._threads[0]
+    follower.join(TIMEOUT_S)
+    assert not follower.is_alive()
+
+
+def test_closing_ends_the_sender_while_another_thread_sends(socket_address):
+    class Waited(threading.Event):
+        def __init__(self):
+            super().__init__()
+            self.is_awaited, self.may_wait, self.was_set = (threading.Event() for _ in range(3))
+
+        def wait(self, timeout=None):
+            self.is_awaited.set()
+            self.may_wait.wait(TIMEOUT_S)
+            return super().wait(timeout)
+
+        def set(self):
+            super().set()
+            self.was_set.set()
+
+    with ReplicaClient(socket_address, required=False) as client:
+        before, client._has_finished = client._has_finished, Waited()
+        before.set()
+        assert client._has_finished.is_awaited.wait(TIMEOUT_S)
+        closing = threading.Thread(target=client._stop_sender)
+        closing.start()
+        assert client._has_finished.was_set.wait(TIMEOUT_S)
+        client._send_finished()
+        client._has_finished.may_wait.set()
+        closing.join(TIMEOUT_S / 4)
+        is_stuck = closing.is_alive()
+        client._has_finished.set()
+        assert not is_stuck
+
+
+class StatusError(grpc.RpcError):
+    """The end of a call."""
+
+    def __init__(self, code, details=""):
+        self.code, self.details = lambda: code, lambda: details
+
+
+@contextmanager
+def followed(monkeypatch, streams):
+    """Yield a copy and the reasons that its follower reports, once it has read these streams of responses, exceptions,
+    and functions that are called with the copy.
+    """
+    has_read, reported = threading.Event(), []
+    calls = iter(streams)
+
+    class Call:
+        def __init__(self):
+            self._items, self._is_cancelled = next(calls, None), threading.Event()
+
+        def cancel(self):
+            self._is_cancelled.set()
+
+        def __iter__(self):
+            if self._items is None:
+                has_read.set()
+                self._is_cancelled.wait(TIMEOUT_S)
+            for item in self._items or ():
+                if isinstance(item, Exception):
+                    raise item
+                if callable(item):
+                    item(copy)
+                else:
+                    yield item
+
+    stub = SimpleNamespace(Follow=lambda *_, **__: Call())
+    monkeypatch.setattr(copies.drafter_pb2_grpc, "DrafterServiceStub", lambda _: stub)
+    connector = SimpleNamespace(open=lambda _: nullcontext(), metadata=lambda: (), address=SimpleNamespace(text="here"))
+    copy = Copy(pb.FollowRequest(), DrafterConfig(), 1 << 20)
+    follower = Follower(connector, copy, reported.append)
+    try:
+        assert has_read.wait(TIMEOUT_S)
+        yield copy, [reason.removeprefix("no copy of the corpus from the drafter at here: ") for reason in reported]
+    finally:
+        follower.close()
+
+
+AWAY = StatusError(grpc.StatusCode.UNAVAILABLE)
+CURRENT = pb.FollowResponse(position=0, is_current=True)
+
+
+def test_each_reason_for_which_there_is_no_copy_is_reported_once(monkeypatch):
+    monkeypatch.setattr(copies, "FIRST_PAUSE_S", 0.0)
+    refused, full = (
+        StatusError(code, code.name)
+        for code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    )
+    ends = [AWAY, refused, AWAY, refused, full, full]
+    with followed(monkeypatch, [*([end] for end in ends), [CURRENT, AWAY], [full]]) as (_, reported):
+        assert reported == ["FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"]
+
+
+def test_a_service_that_was_reached_is_called_again_soon(monkeypatch):
+    monkeypatch.setattr(copies, "LONGEST_PAUSE_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr(copies, "FIRST_PAUSE_S", 0.001)
+    with followed(monkeypatch, 30 * [[CURRENT, AWAY]]) as (_, reported):
+        assert reported == []
+
+
+def test_a_copy_that_cannot_be_erased_is_closed_and_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "FIRST_PAUSE_S", 0.0)
+    loaded = pb.FollowResponse(snapshot=snapshot_data(tmp_path), position=1, is_current=True)
+    withdrawn = []
+
+    def fill_memory(copy):
+        withdrawn.append(copy.corpus)
+        copy.corpus.refresh = raising(MemoryError())
+
+    with followed(monkeypatch, [[loaded, fill_memory, MemoryError()], [loaded]]) as (copy, reported):
+        assert reported == ["MemoryError"]
+        assert withdrawn[0]._maintainer is None
+        assert copy.snapshots == 2
+
+
+def test_a_failure_to_withdraw_a_copy_is_reported_and_not_the_end(monkeypatch):
+    monkeypatch.setattr(copies, "FIRST_PAUSE_S", 0.0)
+
+    def break_copy(copy):
+        copy.replace = raising(MemoryError())
+
+    def repair_copy(copy):
+        del copy.replace
+
+    refused = StatusError(grpc.StatusCode.ABORTED)
+    with followed(monkeypatch, [[break_copy, refused], [repair_copy, CURRENT]]) as (_, reported):
+        assert reported == ["MemoryError"]
 
 
 def test_parts_that_cannot_be_written_are_dropped(monkeypatch):
@@ -397,10 +635,7 @@ def test_a_missing_service_and_shadow_mode_are_errors(socket_address, monkeypatc
 
 @pytest.mark.parametrize("vocab_size", [0, 200])
 def test_damaged_snapshots_and_other_vocabularies_are_refused(tmp_path, vocab_size):
-    corpus = Corpus(100_000, DrafterConfig().match_depth)
-    corpus.append(array(counted(300)), "text")
-    snapshot.save(corpus, tmp_path / "corpus.ssd")
-    data = (tmp_path / "corpus.ssd").read_bytes()
+    data = snapshot_data(tmp_path)
     copy = Copy(pb.FollowRequest(model=pb.Model(vocab_size=vocab_size)), DrafterConfig(), 1 << 20)
     parts = [data] if vocab_size else [data[:5000], data[:-5000], data[:5000] + data[5001:]]
     for part in parts:
@@ -445,7 +680,9 @@ def test_counts_of_drafts_are_in_the_report(service, caller, name, monkeypatch):
 
 
 OPERATIONS = st.tuples(
-    st.sampled_from(["learn", "learn", "forget", "forget all", "break", "wait", "wait long", "reload", "nothing"]),
+    st.sampled_from(
+        ["learn", "learn", "forget", "forget here", "forget all", "break", "wait", "wait long", "reload", "nothing"]
+    ),
     st.integers(0, 1),
     st.sampled_from([0, 1, 9]),
 )
@@ -459,6 +696,7 @@ class Feeding:
         self.now = 0.0
         self.copy = Copy(pb.FollowRequest(), DrafterConfig(), 1 << 20, lambda: self.now)
         self.forgotten_at = {}
+        self.forgotten_here = set()
         self.open()
 
     def open(self):
@@ -489,6 +727,12 @@ class Feeding:
         if what == "learn":
             self.namespace.learn(array(counted(100 * number)), f"{number}")
             self.known[number] = self.forgotten_at.pop(number, None)
+            self.forgotten_here.discard(number)
+        elif what == "forget here":
+            with self.copy.forgetting(f"{number}"):
+                self.namespace.forget(f"{number}")
+            self.forget(number)
+            self.forgotten_here.add(number)
         elif what == "forget":
             self.namespace.forget(f"{number}")
             self.forget(number)
@@ -512,10 +756,11 @@ class Feeding:
             self.forgotten_at[number] = self.now
 
     def check(self):
-        """Check that no text is in the copy that was forgotten longer than `TRUSTED_S` ago."""
+        """Check that no text is in the copy that was forgotten longer than `TRUSTED_S` ago, or by this client."""
         if (corpus := self.copy.corpus) is not None:
             corpus.refresh()
             held = corpus.request_times()
+            assert held.keys().isdisjoint({hash_of(f"{number}") for number in self.forgotten_here})
             for number, moment in self.forgotten_at.items():
                 assert hash_of(f"{number}") not in held or self.now - moment <= copies.TRUSTED_S
 
