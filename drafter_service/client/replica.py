@@ -38,6 +38,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_capacity, check_tokens
 from ssd.corpus.rollout import Rollout
 from ssd.drafter import SuffixDrafter
+from ssd.stats import HITS, Counters
 from ssd.types import DraftBatch, Progress
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ class ReplicaClient(DrafterClient):
         self._unsent: dict[int, RemoteSequence] = {}
         """The running sequences by their ids, without their texts."""
         self._unlearned = np.zeros(2, np.int64)
-        """Numbers of steps and of tokens of sequences that were not learned, since counts were sent."""
+        """Numbers of steps and of tokens of sequences that were not learned."""
+        self._sent_counts = [np.zeros_like(counts) for counts in self._counts]
+        """Values of `_counts` that were sent."""
         self._finished: deque[tuple[RemoteSequence, np.ndarray, int]] = deque()
         """Sequences to be sent, with their outputs, uint32 [n], and the numbers of steps that produced these."""
         self._has_finished, self._is_stopping = threading.Event(), threading.Event()
@@ -195,8 +198,6 @@ class ReplicaClient(DrafterClient):
             self._has_finished.set()
         else:
             self._unlearned += all_steps, len(output)
-        if time.monotonic() - self._counted_at > COUNTED_S:
-            self._send_counts()
 
     def forget(self, request_id: str) -> None:
         """See `DrafterClient.forget`."""
@@ -232,13 +233,15 @@ class ReplicaClient(DrafterClient):
 
     def _send_until_stopped(self) -> None:
         while not self._is_stopping.is_set():
-            self._has_finished.wait()
-            self._is_stopping.wait(SENT_AFTER_S)
-            self._has_finished.clear()  # By this thread alone: another one might undo what `_stop_sender` sets.
+            if self._has_finished.wait(COUNTED_S):
+                self._is_stopping.wait(SENT_AFTER_S)
+                self._has_finished.clear()  # By this thread alone: another one might undo what `_stop_sender` sets.
             try:
                 self._send_finished()
+                if time.monotonic() - self._counted_at >= COUNTED_S:
+                    self._send_counts()
             except Exception:
-                logger.exception("finished sequences were not sent")
+                logger.exception("finished sequences or counts were not sent")
 
     def _send_finished(self) -> None:
         """Send the finished sequences. Any thread may call it: they are taken with the lock."""
@@ -291,20 +294,27 @@ class ReplicaClient(DrafterClient):
         if libraries != list(corpus.libraries):
             corpus.read_from(*libraries)
 
-    def _send_counts(self) -> None:
-        """Send the counts of draft tokens since the last call, if there is a connection."""
-        self._counted_at = time.monotonic()
-        stats = self._local.stats
-        steps, tokens = self._unlearned.tolist()
-        message = pb.DraftCounts(hits=stats.hits, unlearned_steps=steps, unlearned_tokens=tokens)
-        for name, counts in stats.counters._asdict().items():
-            if name != "steps":
-                setattr(message, name, pack(counts.ravel(), "f8" if counts.dtype == np.float64 else "u8"))
-        if (stats.hits or steps) and self.is_connected:
-            self._queue(partial(self._send_and_clear, message))
+    @property
+    def _counts(self) -> list[np.ndarray]:
+        """The drafter's counters and `_unlearned`."""
+        return [*self._local.stats.counters, self._unlearned]
 
-    def _send_and_clear(self, message: pb.DraftCounts) -> None:
+    def _send_counts(self) -> None:
+        """Send the counts since those that were sent last, if there is a connection. Any thread may call it."""
+        self._counted_at = time.monotonic()
+        self._queue(self._send_new_counts)
+
+    def _send_new_counts(self) -> None:
+        # A copy, and nothing is set back, because a draft may count at the same time.
+        counts = [each.copy() for each in self._counts]
+        *new, unlearned = [now - sent for now, sent in zip(counts, self._sent_counts, strict=True)]
+        drafted = Counters(*new)
+        if not (drafted.steps[HITS] or unlearned.any()):
+            return
+        steps, tokens = unlearned.tolist()
+        message = pb.DraftCounts(hits=int(drafted.steps[HITS]), unlearned_steps=steps, unlearned_tokens=tokens)
+        for name, each in drafted._asdict().items():
+            if name != "steps":
+                setattr(message, name, pack(each.ravel(), "f8" if each.dtype == np.float64 else "u8"))
         if self._protocol.send_draft_counts(message):
-            self._unlearned[:] = 0
-            for counts in self._local.stats.counters:
-                counts[:] = 0
+            self._sent_counts = counts

@@ -669,7 +669,7 @@ def test_a_copy_is_deleted_with_the_right_to_read(tmp_path, socket_address, monk
 
 
 def test_counts_of_drafts_are_in_the_report(service, caller, name, monkeypatch):
-    monkeypatch.setattr(replica, "COUNTED_S", 0.0)
+    monkeypatch.setattr(replica, "COUNTED_S", 0.01)
     caller.observe(name, TEXT.tolist(), names=["text"])
     with replica_of(service, name) as client:
         eventually(lambda: client.copy.corpus.indexed >= len(TEXT))
