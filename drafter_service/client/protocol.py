@@ -19,7 +19,7 @@ import numpy as np
 from drafter_service.client.connection import RefusedError
 from drafter_service.client.identity import process_name
 from drafter_service.client.pending import Pending, PendingRequests, Phase, Send
-from drafter_service.client.sequences import PART_BYTES, TOKEN_BYTES, RemoteSequence, Sequences
+from drafter_service.client.sequences import PART_SEQUENCES, TOKEN_BYTES, RemoteSequence, Sequences
 from drafter_service.observability.process import own_version
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
@@ -259,18 +259,14 @@ class Protocol:
         self.sequences.finish(sequence_id)
 
     def send_finished(self, finished: deque[tuple[RemoteSequence, np.ndarray, int]]) -> None:
-        """Take and send sequences whose drafts were not requested: their starts, and their outputs, uint32 [n], which
-        were produced in a number of steps.
+        """Take the first sequences whose drafts were not requested, and send a part: their starts, and their outputs,
+        uint32 [n], which were produced in a number of steps. The next parts follow the responses.
         """
-        size = 0
-        while finished:
+        for _ in range(min(len(finished), PART_SEQUENCES)):
             sequence, output, steps = finished.popleft()
             sequence.commit(pack(output, "u4"), 0, steps)
             self.sequences.add_finished(sequence)
-            size += sequence.nbytes
-            if size >= PART_BYTES or not finished:
-                while self.sequences.send_ends():
-                    size = 0
+        self.sequences.send_more_ends()
 
     def forget(self, request_id: str) -> None:
         """Prevent learning from sequences of this name that were not sent completely."""
@@ -309,7 +305,7 @@ class Protocol:
             self._pause_steps = max(self._pause_steps, response.drafts.pause_steps)  # Of late responses, too.
             lost = {*unpack(response.lost_ids, "u8", "lost_ids").tolist()} if response.lost_ids else NO_IDS
             self._counters.resyncs += self.sequences.answered(request, lost)
-        self.sequences.send_ends()
+        self.sequences.send_more_ends()
         self.sequences.send_starts()
 
     def disconnected(self) -> None:
