@@ -113,7 +113,8 @@ class Counters:
     malformed: int = 0
     """Drafts that were too long, outside the vocabulary, or not well formed."""
     unlearned: int = 0
-    """Finished sequences that were discarded instead of learned, because the queue was full."""
+    """Sequences that were discarded instead of learned, because the queue was full, or because a token id is outside
+    the namespace's vocabulary."""
 
     def message(self) -> pb.ClientCounters:
         """Return the counters that are sent to the service."""
@@ -211,6 +212,9 @@ class Protocol:
         turn = self._turn_of(progress)
         may_request = self.pending.may_request_drafts()
         sequences, behind = turn.sequences, self.sequences.behind
+        if self.sequences.vocab_size:
+            for sequence, tokens in zip(sequences, _split(progress), strict=True):
+                self.sequences.check_vocabulary(sequence, tokens)
         if self._unsent_times:
             progress = replace(progress, step_times=[*self._unsent_times, *progress.step_times])
         self._unsent_times = ()
@@ -254,8 +258,10 @@ class Protocol:
         sequence = self.sequences.running.get(sequence_id)
         check_verified(sequence_id, verified, {} if sequence is None else {sequence_id: sequence.offered})
         assert sequence is not None
-        sequence.commit(pack(tokens, "u4"), verified, steps)
         sequence.info.learn &= learn
+        output = pack(tokens, "u4")
+        self.sequences.check_vocabulary(sequence, output)
+        sequence.commit(output, verified, steps)
         self.sequences.finish(sequence_id)
 
     def send_finished(self, finished: deque[tuple[RemoteSequence, np.ndarray, int]]) -> None:
@@ -320,6 +326,7 @@ class Protocol:
         self._counters.reconnects += self.welcome is not None
         self.welcome = Welcome(**fields, namespace_state=NamespaceState.of(welcome))
         self.sequences.begin(welcome)
+        self.sequences.vocab_size = 0 if self._vocab_size else welcome.vocab_size
 
     def _turn_of(self, progress: Progress) -> Turn:
         """Return a turn for the sequences of a batch. Raises ValueError as `Progress.check`."""

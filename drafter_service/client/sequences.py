@@ -18,9 +18,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+import structlog
+
 from drafter_service.client.pending import Pending, PendingRequests
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES
+from drafter_service.transport.wire import MAX_MESSAGE_BYTES, unpack
+from ssd.corpus.ring import has_invalid_token
+
+logger = structlog.get_logger(__name__)
 
 TOKEN_BYTES = 4
 
@@ -69,11 +74,18 @@ class RemoteSequence:
     """When it began, by `time.monotonic`."""
     end_request: Pending | None = None
     """The request with its end; None before it is sent."""
+    is_refused: bool = False
+    """Whether it is not sent any more, because of a token id outside the namespace's vocabulary."""
+
+    @property
+    def texts(self) -> tuple[bytes, bytes, bytearray]:
+        """All its tokens, u32."""
+        return self.info.prompt, self.info.hints, self.text
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tokens, prompt included."""
-        return len(self.info.prompt) + len(self.info.hints) + len(self.text)
+        return sum(map(len, self.texts))
 
     @property
     def unsent_bytes(self) -> int:
@@ -132,6 +144,8 @@ class Sequences:
         """Number of changes so far of `running`, and of what is registered."""
         self.discarded = 0
         """Number of sequences that were discarded instead of learned."""
+        self.vocab_size = 0
+        """The namespace's; 0 if it is not known, or if all tokens of this client are checked before."""
         self._pending = pending
         self._wire_ids = count(1)
         self._max_sequences = self._max_bytes = math.inf
@@ -148,6 +162,7 @@ class Sequences:
         """Bytes of memory of these three."""
         self._kept = self._kept_bytes = 0
         """Number of those that are registered, and bytes of their tokens."""
+        self._has_warned = False
 
     def begin(self, welcome: pb.Welcome) -> None:
         """Begin a stream, on which no sequence is registered yet."""
@@ -186,6 +201,23 @@ class Sequences:
             if sequence.info.request_id == request_id:
                 sequence.info.learn = False
         self._drop_useless()
+
+    def check_vocabulary(self, sequence: RemoteSequence, *texts: bytes | bytearray) -> bool:
+        """Return whether tokens of a sequence, u32, are in the namespace's vocabulary.
+
+        If not, the service would refuse requests with them, so the sequence ends there, and is not sent again.
+        """
+        if not self.vocab_size or not any(has_invalid_token(unpack(each, "u4", ""), self.vocab_size) for each in texts):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("text with token ids outside the namespace's vocabulary is not used", size=self.vocab_size)
+        self.discarded += sequence.info.learn
+        sequence.info.learn, sequence.is_refused = False, True
+        if sequence.wire_id:
+            self._pending.send(pb.DraftRequest(finishes=[pb.Finish(sequence_id=sequence.wire_id)]))
+            self._unregister([sequence])
+        return False
 
     def answered(self, request: Pending, lost: Collection[int]) -> int:
         """Record that a request was answered; `lost`: wire ids in it that the service does not have.
@@ -227,7 +259,9 @@ class Sequences:
         free, room = self._room()
         request, size = pb.DraftRequest(), 0
         for sequence in sequences:
-            if sequence.nbytes > min(room - size, MAX_TEXT_BYTES):
+            if sequence.is_refused or sequence.nbytes > min(room - size, MAX_TEXT_BYTES):
+                continue
+            if not self.check_vocabulary(sequence, *sequence.texts):
                 continue
             if len(request.starts) >= free or (size and size + sequence.nbytes > PART_BYTES):
                 break
@@ -268,6 +302,8 @@ class Sequences:
                 queue = self._unsent
             elif part and size + nbytes > PART_BYTES:
                 break
+            elif is_new and not self.check_vocabulary(sequence, *sequence.texts):
+                self._discard(queue.popleft())
             else:
                 part.append(queue.popleft())
                 size += nbytes

@@ -3,6 +3,7 @@
 from collections import deque
 
 import pytest
+from structlog.testing import capture_logs
 
 from drafter_service.client.sequences import RemoteSequence
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
@@ -164,6 +165,43 @@ def test_what_was_sent_is_sent_first_after_a_loss(queue):
     wire.settle()
     assert list(wire.service.learned) == names
     assert wire.client.counters.unlearned == 0
+
+
+def test_text_outside_the_vocabulary_of_the_namespace_is_discarded_with_one_warning():
+    """A client without a model does not know the vocabulary before the service says it."""
+    wire = Wire(FakeService(counting, vocab_size=50))
+    send_finished(wire.client, {f"r{number}": [1, 50] for number in range(200)} | {"second": [2]})
+    start(wire.client, 1, [60])
+    start(wire.client, 2, [3])
+    with capture_logs() as logs:
+        wire.connect()
+        wire.settle()
+        send_finished(wire.client, {"third": [70], "fourth": [4]})
+        wire.settle()
+    assert [each["event"] for each in logs] == ["text with token ids outside the namespace's vocabulary is not used"]
+    assert list(wire.service.learned) == ["second", "fourth"]
+    assert wire.service.texts() == [[3]]
+    assert (wire.client.counters.unlearned, wire.client.counters.reconnects) == (202, 0)
+
+
+def test_a_running_sequence_ends_at_the_service_with_its_first_token_outside_the_vocabulary():
+    wire = Wire(FakeService(counting, vocab_size=50))
+    wire.connect()
+    wire.settle()
+    for number in (1, 2, 3):
+        start(wire.client, number, [10 * number])
+    wire.settle()
+    for _ in range(2):
+        drafts = wire.draft(progress_of({1: [11], 2: [50], 3: [31]}, limit=1))
+        assert [drafts.tokens_of(index).tolist() for index in range(3)] == [[12], [], [32]]
+    wire.draft(progress_of({1: [11], 2: [21], 3: [31]}, limit=1), in_time=False)
+    finish(wire.client, 1, [12, 50])
+    finish(wire.client, 2, [22])
+    finish(wire.client, 3, [32])
+    wire.settle()
+    assert list(wire.service.learned.values()) == [[30, 31, 31, 31, 32]]
+    assert wire.service.texts() == []
+    assert wire.client.counters.unlearned == 2
 
 
 def test_registered_sequences_have_drafts_while_others_are_registered(monkeypatch):
