@@ -19,7 +19,7 @@ import numpy as np
 from drafter_service.client.connection import RefusedError
 from drafter_service.client.identity import process_name
 from drafter_service.client.pending import Pending, PendingRequests, Phase, Send
-from drafter_service.client.sequences import PART_BYTES, TOKEN_BYTES, RemoteSequence, Sequences
+from drafter_service.client.sequences import PART_SEQUENCES, TOKEN_BYTES, RemoteSequence, Sequences
 from drafter_service.observability.process import own_version
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
@@ -113,7 +113,8 @@ class Counters:
     malformed: int = 0
     """Drafts that were too long, outside the vocabulary, or not well formed."""
     unlearned: int = 0
-    """Finished sequences that were discarded instead of learned, because the queue was full."""
+    """Sequences that were discarded instead of learned, because the queue was full, or because a token id is outside
+    the namespace's vocabulary."""
 
     def message(self) -> pb.ClientCounters:
         """Return the counters that are sent to the service."""
@@ -211,6 +212,9 @@ class Protocol:
         turn = self._turn_of(progress)
         may_request = self.pending.may_request_drafts()
         sequences, behind = turn.sequences, self.sequences.behind
+        if self.sequences.vocab_size:
+            for sequence, tokens in zip(sequences, _split(progress), strict=True):
+                self.sequences.check_vocabulary(sequence, tokens)
         if self._unsent_times:
             progress = replace(progress, step_times=[*self._unsent_times, *progress.step_times])
         self._unsent_times = ()
@@ -254,23 +258,21 @@ class Protocol:
         sequence = self.sequences.running.get(sequence_id)
         check_verified(sequence_id, verified, {} if sequence is None else {sequence_id: sequence.offered})
         assert sequence is not None
-        sequence.commit(pack(tokens, "u4"), verified, steps)
         sequence.info.learn &= learn
+        output = pack(tokens, "u4")
+        self.sequences.check_vocabulary(sequence, output)
+        sequence.commit(output, verified, steps)
         self.sequences.finish(sequence_id)
 
     def send_finished(self, finished: deque[tuple[RemoteSequence, np.ndarray, int]]) -> None:
-        """Take and send sequences whose drafts were not requested: their starts, and their outputs, uint32 [n], which
-        were produced in a number of steps.
+        """Take the first sequences whose drafts were not requested, and send a part: their starts, and their outputs,
+        uint32 [n], which were produced in a number of steps. The next parts follow the responses.
         """
-        size = 0
-        while finished:
+        for _ in range(min(len(finished), PART_SEQUENCES)):
             sequence, output, steps = finished.popleft()
             sequence.commit(pack(output, "u4"), 0, steps)
             self.sequences.add_finished(sequence)
-            size += sequence.nbytes
-            if size >= PART_BYTES or not finished:
-                while self.sequences.send_ends():
-                    size = 0
+        self.sequences.send_more_ends()
 
     def forget(self, request_id: str) -> None:
         """Prevent learning from sequences of this name that were not sent completely."""
@@ -309,7 +311,7 @@ class Protocol:
             self._pause_steps = max(self._pause_steps, response.drafts.pause_steps)  # Of late responses, too.
             lost = {*unpack(response.lost_ids, "u8", "lost_ids").tolist()} if response.lost_ids else NO_IDS
             self._counters.resyncs += self.sequences.answered(request, lost)
-        self.sequences.send_ends()
+        self.sequences.send_more_ends()
         self.sequences.send_starts()
 
     def disconnected(self) -> None:
@@ -324,6 +326,7 @@ class Protocol:
         self._counters.reconnects += self.welcome is not None
         self.welcome = Welcome(**fields, namespace_state=NamespaceState.of(welcome))
         self.sequences.begin(welcome)
+        self.sequences.vocab_size = 0 if self._vocab_size else welcome.vocab_size
 
     def _turn_of(self, progress: Progress) -> Turn:
         """Return a turn for the sequences of a batch. Raises ValueError as `Progress.check`."""

@@ -245,7 +245,7 @@ class ReplicaClient(DrafterClient):
 
     def _send_finished(self) -> None:
         """Send the finished sequences. Any thread may call it: they are taken with the lock."""
-        if self._finished:
+        while self._finished:
             self._queue(partial(self._protocol.send_finished, self._finished))
 
     def _update(self) -> None:

@@ -172,6 +172,7 @@ class DraftStream(StreamHandle):
                 max_draft=session.max_draft,
                 max_sequences=self._limits.sequences,
                 max_tokens=self._limits.stream_tokens,
+                vocab_size=namespace.model.vocab_size,
                 held=self._namespaces.held(namespace, partial(self._authorized.caller.may, Right.READ)),
             )
         )

@@ -99,7 +99,7 @@ class Held(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., other: _Optional[str] = ..., other_tokens: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "namespace", "may_learn", "max_draft", "max_sequences", "max_tokens", "held")
+    __slots__ = ("protocol", "namespace", "may_learn", "max_draft", "max_sequences", "max_tokens", "held", "vocab_size")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     MAY_LEARN_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class Welcome(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     namespace: str
     may_learn: bool
@@ -114,7 +115,8 @@ class Welcome(_message.Message):
     max_sequences: int
     max_tokens: int
     held: Held
-    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
+    vocab_size: int
+    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn", "hints", "shadow", "rollout", "seed", "age_s")

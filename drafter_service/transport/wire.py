@@ -102,7 +102,7 @@ def pack(array: np.ndarray, dtype: str) -> bytes:
     return (array if array.dtype is wanted else array.astype(wanted, copy=False)).tobytes()
 
 
-def unpack(data: bytes, dtype: str, field: str) -> np.ndarray:
+def unpack(data: bytes | bytearray, dtype: str, field: str) -> np.ndarray:
     """Return packed bytes as a read-only array. Raises WireError if they are not a whole number of elements."""
     wire = DTYPES[dtype]
     try:

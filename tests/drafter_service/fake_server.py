@@ -54,13 +54,15 @@ class FakeService(EngineChecker):
         held: pb.Held | None = None,
         max_tokens: int = 0,
         max_sequences: int = 0,
+        vocab_size: int = 0,
     ) -> None:
         """guess: returns the draft path after a text, of at most the given number of tokens. max_tokens, max_sequences:
-        limits of running sequences, beyond which the least recently used are dropped; 0: no limit.
+        limits of running sequences, beyond which the least recently used are dropped; 0: no limit. vocab_size: that of
+        the namespace; token ids of this or more break the protocol.
         """
         super().__init__()
         self.guess, self.max_draft, self.may_learn, self.held = guess, max_draft, may_learn, held
-        self.max_tokens, self.max_sequences = max_tokens, max_sequences
+        self.max_tokens, self.max_sequences, self.vocab_size = max_tokens, max_sequences, vocab_size
         self.evicted = 0
         """Number of dropped sequences."""
         self.sequences: dict[int, Known] = {}
@@ -98,6 +100,7 @@ class FakeService(EngineChecker):
         return [one.text for one in self.sequences.values()]
 
     def welcome(self, hello):
+        self._stream.vocab_size = self.vocab_size
         return pb.Welcome(
             protocol=3,
             namespace=hello.namespace or "default",
@@ -106,6 +109,7 @@ class FakeService(EngineChecker):
             max_tokens=self.max_tokens,
             max_sequences=self.max_sequences,
             held=self.held,
+            vocab_size=self.vocab_size,
         )
 
     def start(self, stream, start):

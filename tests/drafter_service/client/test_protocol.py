@@ -223,7 +223,7 @@ class AnyOrderOfMany(AnyOrder):
     limits: ClassVar = {"max_sequences": 3, "max_tokens": 1010}
     scale = 200
     longest_output = 15
-    constants: ClassVar = {"PART_BYTES": 4 * 1200, "MAX_TEXT_BYTES": 4 * 1100}
+    constants: ClassVar = {"PART_BYTES": 4 * 1200, "PART_SEQUENCES": 3, "MAX_TEXT_BYTES": 4 * 1100}
 
     def __init__(self):
         super().__init__()

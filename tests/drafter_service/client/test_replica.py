@@ -268,6 +268,17 @@ def test_output_outside_of_the_vocabulary_is_refused_when_it_ends(service, name)
         client.finish(1, array([49]))
 
 
+def test_one_text_outside_of_the_vocabulary_of_the_namespace_does_not_stop_the_others(service, caller, name):
+    caller.stream(name, vocab_size=1000)
+    with replica_of(service, name) as client:
+        for first in (100, 5000, 300):
+            sequence_id = next(numbers)
+            client.start(sequence_id, array(counted(first)[:8]))
+            client.finish(sequence_id, array(counted(first)[8:]))
+        eventually(lambda: has(client, 100) and has(client, 300))
+        assert (client.counters.unlearned, client.counters.reconnects) == (1, 0)
+
+
 def test_a_service_that_sends_no_copy_still_limits_the_length_of_drafts(socket_address):
     repeated, lost = 3 * counted(100), []
     with (

@@ -140,6 +140,10 @@ def test_an_empty_namespace_names_another_one_with_text_of_the_same_tokenizer(ca
     assert caller.stream("", tokenizer=f"not {name}").welcome.held == pb.Held()
 
 
+def test_a_client_without_a_model_learns_the_size_of_the_vocabulary(caller, name):
+    assert [caller.stream(name, vocab_size=size).welcome.vocab_size for size in (0, 500, 0)] == [0, 500, 500]
+
+
 @pytest.mark.parametrize(
     ("handshake", "code", "message"),
     [
