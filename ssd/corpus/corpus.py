@@ -134,6 +134,11 @@ class Corpus:
         """Number of requests in the ring; each piece of a very long request counts."""
         return len(self._index.log)
 
+    @property
+    def waiting_requests(self) -> int:
+        """Number of appended requests that are not in the index yet, and of commands to forget."""
+        return len(self._inbox) + len(self._waiting)
+
     def text_of(self, request_id: str) -> np.ndarray:
         """Return the newest text that was appended under a request id, uint32 [N]; empty if it is not in the ring.
 
