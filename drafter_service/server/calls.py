@@ -21,9 +21,9 @@ from drafter_service.server.disk import LoadError, in_thread
 from drafter_service.server.feed import UnwrittenError
 from drafter_service.server.namespace import ClosedError, IdentityError
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError
-from drafter_service.server.requests import check_size
+from drafter_service.server.requests import TOO_MANY_TEXTS, has_few_fields
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import PROTOCOL, WireError
+from drafter_service.transport.wire import MAX_TEXTS, PROTOCOL, WireError
 from ssd.corpus.sections import SnapshotError
 
 PACKAGE = pb.DESCRIPTOR.package
@@ -109,7 +109,9 @@ def parsed(kind: Any, data: bytes) -> Any:
 
     gRPC passes bytes, since it would report a message that it cannot parse as an internal error.
     """
-    check_size(kind, data)
+    # The 16 are other fields of the request and its texts.
+    if kind is pb.ObserveRequest and not has_few_fields(data, MAX_TEXTS + 16, pb.ObserveRequest.TEXTS_FIELD_NUMBER):
+        raise WireError(TOO_MANY_TEXTS)
     try:
         return kind.FromString(data)
     except DecodeError:

@@ -51,14 +51,6 @@ def is_default(name: str, model: ModelIdentity) -> bool:
     return name in (default_name(model), name_by_folder(model))
 
 
-def is_for_all(name: str) -> bool:
-    """Return whether a namespace is that of no cache salt: those have "@" in their names, which no default one has.
-
-    There may be tens of thousands of them, so this is checked first.
-    """
-    return "@" not in name
-
-
 def find_default(
     model: ModelIdentity,
     known: Mapping[str, KnownNamespace],
@@ -84,7 +76,8 @@ def find_default(
         (
             name
             for name, (owner, _) in known.items()
-            if is_for_all(name) and _is_same(owner, model) and is_default(name, owner) and may_use(name)
+            # Those of cache salts, of which there may be tens of thousands, have "@" in their names.
+            if "@" not in name and _is_same(owner, model) and is_default(name, owner) and may_use(name)
         ),
         key=lambda name: (-(known[name].tokens or 0), name),
     )
@@ -118,11 +111,11 @@ def find_other(
 ) -> str:
     """Return the largest other namespace with text of a model's tokenizer that a caller may use, "" without one.
 
-    Those of cache salts are left out: on purpose they share their text with nobody.
+    Those of cache salts, which have "@" in their names, are left out: on purpose they share their text with nobody.
     """
     sizes = {
         other: tokens or 0
         for other, (owner, tokens) in known.items()
-        if is_for_all(other) and tokens != 0 and owner.has_tokenizer_of(model) and other != name and may_use(other)
+        if "@" not in other and tokens != 0 and owner.has_tokenizer_of(model) and other != name and may_use(other)
     }
     return max(sizes, key=lambda other: (sizes[other], other), default="")

@@ -8,7 +8,6 @@ from itertools import pairwise, repeat
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from google.protobuf.message import Message
 
 from drafter_service.observability.facts import Engine, ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
@@ -31,9 +30,6 @@ MAX_CLIENT_NAME = 80
 """Maximum length of the name of a client in reports, in characters; longer ones are cut."""
 MAX_COUNTED = 1 << 40
 """Largest count of draft tokens in a request."""
-TEXTS_FIELD = pb.ObserveRequest.DESCRIPTOR.fields_by_name["texts"].number
-OTHER_FIELDS = 16
-"""Number of fields of an ObserveRequest, and its texts, besides their names."""
 TOO_MANY_TEXTS = f"texts holds more than {MAX_TEXTS:,} texts; send them in several messages"
 # Wire types of Protocol Buffers.
 VARINT, LENGTH_PREFIXED = 0, 2
@@ -96,12 +92,6 @@ def has_few_fields(data: bytes, limit: int, within: int = 0) -> bool:
                 at += value
         fields += 1
     return fields <= limit
-
-
-def check_size(kind: type[Message], data: bytes) -> None:
-    """Raise WireError for a request of a unary call with too many texts, before it is parsed."""
-    if kind is pb.ObserveRequest and not has_few_fields(data, MAX_TEXTS + OTHER_FIELDS, TEXTS_FIELD):
-        raise WireError(TOO_MANY_TEXTS)
 
 
 def read_start(message: pb.Start, index: int, vocab_size: int = 0) -> StartedSequence:

@@ -153,7 +153,9 @@ class Index:
             return
         # The oldest request may be partly overwritten.
         spans = np.maximum(spans, self.ring.head - self.ring.capacity)
-        joined = _joined(spans)
+        # Adjacent ones together: a list of each would hold the interpreter's lock, and delay the threads that draft.
+        cuts = spans[1:, 0] != spans[:-1, 1]
+        joined = np.stack((spans[np.append(True, cuts), 0], spans[np.append(cuts, True), 1]), axis=1).tolist()
         self._finish_merge()
         marked = np.zeros(self.ring.capacity, np.uint8)
         for first, end in joined:
@@ -341,14 +343,6 @@ class Index:
         ring = np.array([self.ring.address, self._oldest, self.ring.head, self.ring.capacity], np.int64)
         arrays = ViewArrays(tiers, ring, self.ring.tags)
         return View(arrays, suffix_arrays, addresses_of(arrays, len(arrays.tags)))
-
-
-def _joined(spans: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last + 1 position of each run of adjacent spans, int64 [N, 2], ascending."""
-    # A list of all spans would hold the interpreter's lock, and so the threads that draft, for as long as it takes.
-    is_cut = spans[1:, 0] != spans[:-1, 1]
-    firsts, ends = spans[np.append(True, is_cut), 0], spans[np.append(is_cut, True), 1]
-    return list(zip(firsts.tolist(), ends.tolist(), strict=True))
 
 
 def _keep(tier: Tier, marked: np.ndarray) -> int:

@@ -6,8 +6,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafter_service.server.calls import parsed
 from drafter_service.server.requests import (
-    check_size,
     has_few_fields,
     read_finish,
     read_model,
@@ -190,10 +190,10 @@ def test_names_of_texts_are_counted_without_parsing(data):
 
 def test_too_many_texts_are_refused_before_they_are_read():
     refusal = "texts holds more than 65,536 texts; send them in several messages"
-    check_size(pb.ObserveRequest, observed(*["a"] * MAX_TEXTS))
+    parsed(pb.ObserveRequest, observed(*["a"] * MAX_TEXTS))
     with pytest.raises(WireError, match=refusal):
-        check_size(pb.ObserveRequest, observed(*["a"] * (MAX_TEXTS + 100)))
-    check_size(pb.ForgetRequest, observed(*["a"] * (MAX_TEXTS + 100)))
+        parsed(pb.ObserveRequest, observed(*["a"] * (MAX_TEXTS + 100)))
+    parsed(pb.ForgetRequest, observed(*["a"] * (MAX_TEXTS + 100)))
     assert len([*read_texts(pb.Texts(offsets=bytes(4 * MAX_TEXTS + 4)), 0)]) == MAX_TEXTS
     with pytest.raises(WireError, match=refusal):
         read_texts(pb.Texts(offsets=bytes(4 * MAX_TEXTS + 8)), 0)
