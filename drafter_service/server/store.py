@@ -16,7 +16,6 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -175,8 +174,7 @@ class Store:
         cannot be read now, with all files as they were.
         """
         description = self._sound(name, DESCRIPTION, _read_description)
-        load = partial(snapshot.load, capacity=capacity, depth=depth, may_trim=self._may_trim)
-        loaded = self._sound(name, CORPUS, load)
+        loaded = self._sound(name, CORPUS, lambda path: snapshot.load(path, capacity, depth, may_trim=self._may_trim))
         return Stored(description, loaded, loaded.corpus.request_times() if loaded else None)
 
     def _read_known(self, name: str) -> KnownNamespace:
