@@ -39,7 +39,7 @@ from typing import Annotated, Any, Literal, NoReturn, Protocol
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from drafter_service.auth.watched import Watched, read_file
+from drafter_service.auth.watched import CHECK_INTERVAL_S, Watched, read_file
 from drafter_service.settings.tree import AccessConfig
 from ssd.errors import UserError
 
@@ -235,12 +235,17 @@ permissions of the Unix socket admit, every user of the machine on loopback, and
 certificate."""
 
 
-def access_control(config: AccessConfig, *, clock: Callable[[], float] = time.monotonic) -> AccessControl:
-    """Read the callers file. Raises UserError if it is unusable; later invalid changes are logged and ignored."""
+def access_control(
+    config: AccessConfig, *, check_interval_s: float = CHECK_INTERVAL_S, clock: Callable[[], float] = time.monotonic
+) -> AccessControl:
+    """Read the callers file. Raises UserError if it is unusable; later invalid changes are logged and ignored.
+
+    check_interval_s: as in `Watched`.
+    """
     if config.callers is None:
         return None
     read = partial(read_callers, config.callers, certificates=config.client_ca is not None)
-    return Watched([config.callers], read, clock=clock)
+    return Watched([config.callers], read, check_interval_s=check_interval_s, clock=clock)
 
 
 class AuthorizedCall:

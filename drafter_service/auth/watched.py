@@ -31,7 +31,10 @@ class Watched(Generic[T]):
         check_interval_s: float = CHECK_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the files. Raises the UserError of `read` for unusable files; each later error is logged once."""
+        """Read the files. Raises the UserError of `read` for unusable files; each later error is logged once.
+
+        check_interval_s: time after which `current` checks the files again; infinite: only `check` does.
+        """
         self._paths = paths
         self._read = read
         self._check_interval_s = check_interval_s
@@ -50,14 +53,17 @@ class Watched(Generic[T]):
 
         Unusable files do not change it, and are read again at the next check: the error may pass.
         """
-        if self._clock() < self._next_check:
-            return self._value
+        if self._clock() >= self._next_check:
+            self.check()
+        return self._value
+
+    def check(self) -> None:
+        """Read the files again if they have changed. Blocks for as long as the file system does."""
         with self._checking:
             self._next_check = self._clock() + self._check_interval_s
             signature = self._sign()
             if signature != self._signature:
                 self._reload(signature)
-            return self._value
 
     def _reload(self, signature: Signature) -> None:
         before = self._problem

@@ -16,7 +16,7 @@ from drafter_service.ingest.documents import Documents, Totals
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
-from drafter_service.transport.wire import pack
+from drafter_service.transport.wire import MAX_TEXTS, pack
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -54,16 +54,9 @@ class RemoteSink:
 
     def accept(self, documents: Documents) -> None:
         """Send documents, once the service has learned the ones before. Raises UserError if the service fails."""
-        self._wait()
-        self._answer = self._observe(
-            pb.Texts(
-                tokens=pack(documents.tokens, "u4"),
-                offsets=pack(documents.offsets.astype(np.uint32, copy=False), "u4"),
-                request_ids=documents.names,
-                times=pack(documents.times, "f8") if np.isfinite(documents.times).any() else b"",
-                tags=pack(documents.tags, "u4") if documents.tags.any() else b"",
-            )
-        )
+        for first in range(0, len(documents), MAX_TEXTS):
+            self._wait()
+            self._answer = self._observe(_texts_of(documents, first, first + MAX_TEXTS))
 
     def finish(self) -> Totals:
         """Wait until the service has learned everything sent, and close the connection. Raises UserError."""
@@ -93,6 +86,18 @@ class RemoteSink:
             total.documents + learned.texts, total.tokens + learned.tokens, total.duplicates + learned.duplicates
         )
         return learned
+
+
+def _texts_of(documents: Documents, first: int, end: int) -> pb.Texts:
+    """Return documents `first` to `end` - 1, or to the last one, as a message."""
+    offsets, times, tags = documents.offsets[first : end + 1], documents.times[first:end], documents.tags[first:end]
+    return pb.Texts(
+        tokens=pack(documents.tokens[offsets[0] : offsets[-1]], "u4"),
+        offsets=pack((offsets - offsets[0]).astype(np.uint32, copy=False), "u4"),
+        request_ids=documents.names[first:end],
+        times=pack(times, "f8") if np.isfinite(times).any() else b"",
+        tags=pack(tags, "u4") if tags.any() else b"",
+    )
 
 
 class OfflineSink:

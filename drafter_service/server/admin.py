@@ -24,7 +24,7 @@ from ssd.corpus.sections import SnapshotError
 logger = structlog.get_logger(__name__)
 
 TEXTS_PER_TURN = 256
-"""Number of texts learned before other tasks of the event loop run."""
+"""Number of texts learned before other tasks of the event loop run, and the caller's right is checked again."""
 
 
 class Admin:
@@ -47,7 +47,7 @@ class Admin:
         async with self._namespaces.use(name, model) as namespace:
             held = self._namespaces.held(namespace, partial(authorized.caller.may, Right.READ))
             response = pb.ObserveResponse(namespace=name, held=held)
-            await learn(namespace, request.texts, response)
+            await learn(namespace, request.texts, response, partial(authorized.require, Right.LEARN, name))
             return response
 
     async def forget(self, request: pb.ForgetRequest, authorized: AuthorizedCall) -> pb.ForgetResponse:
@@ -157,10 +157,13 @@ def _warn_of_prompt_lengths() -> None:
     logger.warning("texts.prompt_lengths is deprecated", advice="send only the end of each prompt")
 
 
-async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse) -> None:
+async def learn(
+    namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse, check: Callable[[], None] = lambda: None
+) -> None:
     """Learn finished texts at the rate of the index, and add their counts to `total`.
 
-    Raises WireError, with no effect, for an invalid message, and ClosedError.
+    check: called every `TEXTS_PER_TURN` texts; an exception of it ends learning. Raises WireError, with no effect, for
+    an invalid message, and ClosedError.
     """
     texts = read_texts(message, namespace.model.vocab_size)
     kept = namespace.config.learned_prompt_tokens
@@ -169,6 +172,7 @@ async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveRespon
     for index, (text, name, prompt_length, finished_at, tag) in enumerate(texts):
         if index % TEXTS_PER_TURN == 0:
             await asyncio.sleep(0)
+            check()
         await namespace.wait_for_room()
         learned = text[max(0, prompt_length - kept) :]
         if namespace.learn(learned, name, tag, finished_at=finished_at):

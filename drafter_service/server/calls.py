@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -16,15 +17,24 @@ from drafter_service.auth.callers import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from drafter_service.server.disk import LoadError
+from drafter_service.server.disk import LoadError, in_thread
 from drafter_service.server.feed import UnwrittenError
 from drafter_service.server.namespace import ClosedError, IdentityError
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError
+from drafter_service.server.requests import TOO_MANY_TEXTS, has_few_fields
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import PROTOCOL, WireError
+from drafter_service.transport.wire import MAX_TEXTS, PROTOCOL, WireError
 from ssd.corpus.sections import SnapshotError
 
 PACKAGE = pb.DESCRIPTOR.package
+
+LARGE_BYTES = 1 << 17
+"""Least size of a large message. It is parsed in a thread: 65,536 names take 40 ms."""
+MAX_LARGE_CALLS = 4
+"""Maximum number of calls of a unary method with large messages, or whose messages are being received; others wait. A
+message of 64 MB needs about three times as much memory."""
+RECEIVE_LIMIT_S = 60.0
+"""Time in which a message must arrive once it is received, in seconds."""
 
 
 class ProtocolError(ValueError):
@@ -60,22 +70,48 @@ async def answering(access: AccessControl, context: Context) -> AsyncIterator[Au
 def unary_method(
     access: AccessControl, method: Callable[[Any, AuthorizedCall], Awaitable[Any]], kind: Any
 ) -> grpc.RpcMethodHandler:
-    """Return gRPC's handler of a call; method: takes its message, which is of the type `kind`, and its caller."""
+    """Return gRPC's handler of a call; method: takes its message, which is of the type `kind`, and its caller.
 
-    async def call(data: bytes, context: Context) -> bytes:
-        async with answering(access, context) as authorized:
-            response: bytes = (await method(parsed(kind, data), authorized)).SerializeToString()
+    To gRPC it is a method with a stream of messages, so that a message is not received before its turn.
+    """
+    turns = asyncio.Semaphore(MAX_LARGE_CALLS)
+
+    async def call(messages: AsyncIterator[bytes], context: Context) -> bytes:
+        async with answering(access, context) as authorized, AsyncExitStack() as turn:
+            await turn.enter_async_context(turns)
+            data = await _received(messages)
+            if len(data) < LARGE_BYTES:
+                await turn.aclose()
+                request = parsed(kind, data)
+            else:
+                request = await in_thread(parsed, kind, data)
+            del data
+            response: bytes = (await method(request, authorized)).SerializeToString()
             return response
         raise AssertionError("an error ends the call")
 
-    return grpc.unary_unary_rpc_method_handler(call)
+    return grpc.stream_unary_rpc_method_handler(call)
+
+
+async def _received(messages: AsyncIterator[bytes]) -> bytes:
+    """Return the message of a unary call. Raises WireError if there is none."""
+    try:
+        async with asyncio.timeout(RECEIVE_LIMIT_S):
+            async for data in messages:
+                return data
+    except TimeoutError:
+        raise WireError(f"the message was not received within {RECEIVE_LIMIT_S:.0f} s") from None
+    raise WireError("the call has no message")
 
 
 def parsed(kind: Any, data: bytes) -> Any:
-    """Return the message of a type that the bytes hold; WireError otherwise.
+    """Return the message of a type that the bytes hold; WireError otherwise, and for too many texts.
 
     gRPC passes bytes, since it would report a message that it cannot parse as an internal error.
     """
+    # The 16 are other fields of the request and its texts.
+    if kind is pb.ObserveRequest and not has_few_fields(data, MAX_TEXTS + 16, pb.ObserveRequest.TEXTS_FIELD_NUMBER):
+        raise WireError(TOO_MANY_TEXTS)
     try:
         return kind.FromString(data)
     except DecodeError:

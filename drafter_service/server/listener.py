@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping
 from typing import NoReturn
 
@@ -37,7 +38,8 @@ class Listener:
         self._config = config
         self.address = Address.parse(config.listen)
         """Address of the server; with the actual port once it listens."""
-        self.access = access_control(config.access)
+        self.access = access_control(config.access, check_interval_s=math.inf)
+        """The callers file, which `Housekeeping` checks in a thread, so that calls do not wait for a file system."""
         self.state = "starting"
         """What the service does until it is ready, in ASCII."""
         self._methods = _Methods(self)

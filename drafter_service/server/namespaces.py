@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -101,11 +100,11 @@ class Namespaces:
         self.store = Store(config.snapshots.folder, may_trim=config.snapshots.trim) if config.snapshots.folder else None
         self.loaded: dict[str, Namespace] = {}
         self._reads = config.namespaces.reads
-        self._readers = defaultdict[str, list[str]](list)
-        """Names of the namespaces that read each one."""
+        self._readers: dict[str, list[str]] = {}
+        """Names of the namespaces that read each library."""
         for reader, libraries in self._reads.items():
             for library in libraries:
-                self._readers[library].append(reader)
+                self._readers.setdefault(library, []).append(reader)
         self.failed_saves = 0
         self._disk = DiskThreads()
         self._reserved: dict[str, int] = {}
@@ -196,7 +195,7 @@ class Namespaces:
         namespace.adopt(model)
         namespace.active_calls += 1
         try:
-            for reader in (name, *self._readers[name]):
+            for reader in (name, *self._readers.get(name, ())):
                 self._connect(reader)
             yield namespace
         finally:
@@ -397,13 +396,14 @@ class Namespaces:
 
     def _opened(self, name: str, model: ModelIdentity, stored: Stored) -> Namespace:
         """Return a new namespace with its stored parts, after adding it to those that are loaded."""
-        description, loaded = stored
+        description, loaded, learned = stored
         drafting = self.drafting(name)
         namespace = Namespace(
             name,
             model,
             drafting,
             loaded.corpus if loaded else Corpus.from_config(drafting),
+            learned=learned,
             stats=loaded.stats if loaded else None,
             max_waiting=self._config.limits.waiting_tokens,
             profile=self._profile,
@@ -454,7 +454,7 @@ class Namespaces:
     async def _unload(self, namespace: Namespace) -> None:
         self._on_unload(namespace)
         del self.loaded[namespace.name]
-        for reader in self._readers[namespace.name]:
+        for reader in self._readers.get(namespace.name, ()):
             self._connect(reader)
         namespace.close()
         try:

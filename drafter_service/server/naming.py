@@ -76,7 +76,8 @@ def find_default(
         (
             name
             for name, (owner, _) in known.items()
-            if _is_same(owner, model) and is_default(name, owner) and may_use(name)
+            # Those of cache salts, of which there may be tens of thousands, have "@" in their names.
+            if "@" not in name and _is_same(owner, model) and is_default(name, owner) and may_use(name)
         ),
         key=lambda name: (-(known[name].tokens or 0), name),
     )
@@ -115,6 +116,6 @@ def find_other(
     sizes = {
         other: tokens or 0
         for other, (owner, tokens) in known.items()
-        if tokens != 0 and owner.has_tokenizer_of(model) and other != name and "@" not in other and may_use(other)
+        if "@" not in other and tokens != 0 and owner.has_tokenizer_of(model) and other != name and may_use(other)
     }
     return max(sizes, key=lambda other: (sizes[other], other), default="")

@@ -14,6 +14,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
     MAX_NAME_BYTES,
     MAX_STEPS,
+    MAX_TEXTS,
     WireError,
     check_engine_name,
     read_offsets,
@@ -29,6 +30,7 @@ MAX_CLIENT_NAME = 80
 """Maximum length of the name of a client in reports, in characters; longer ones are cut."""
 MAX_COUNTED = 1 << 40
 """Largest count of draft tokens in a request."""
+TOO_MANY_TEXTS = f"texts holds more than {MAX_TEXTS:,} texts; send them in several messages"
 # Wire types of Protocol Buffers.
 VARINT, LENGTH_PREFIXED = 0, 2
 FIXED_BYTES = {1: 8, 5: 4}
@@ -69,21 +71,25 @@ class Text(NamedTuple):
     """See `ssd.corpus.rollout.Rollout.tag`."""
 
 
-def has_few_fields(data: bytes, limit: int) -> bool:
+def has_few_fields(data: bytes, limit: int, within: int = 0) -> bool:
     """Return whether a message has at most `limit` top-level fields, without parsing it.
 
-    Parsing takes much more memory than the message has bytes. The result for a damaged message may be wrong.
+    within: number of a field that is a message, whose top-level fields count, too; 0: none. Parsing takes much more
+    memory than the message has bytes. The result for a damaged message may be wrong.
     """
     if len(data) <= MIN_FIELD_BYTES * limit:
         return True
-    at = fields = 0
+    at = fields = inner_end = 0
     while at < len(data) and fields <= limit:
-        kind = data[at] & 7
-        _, at = _varint(data, at)
+        key, at = _varint(data, at)
+        kind = key & 7
         at += FIXED_BYTES.get(kind, 0)
         if kind in (VARINT, LENGTH_PREFIXED):
             value, at = _varint(data, at)
-            at += value if kind == LENGTH_PREFIXED else 0
+            if kind == LENGTH_PREFIXED and key >> 3 == within and at >= inner_end:
+                inner_end = at + value
+            elif kind == LENGTH_PREFIXED:
+                at += value
         fields += 1
     return fields <= limit
 
@@ -170,6 +176,8 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Iterator[Text]:
     tokens = unpack_tokens(message.tokens, "texts.tokens", vocab_size)
     data = message.offsets or bytes(4)
     texts = max(0, len(data) // 4 - 1)
+    if texts > MAX_TEXTS:
+        raise WireError(TOO_MANY_TEXTS)
     offsets = read_offsets(data, texts, len(tokens), "texts.offsets")
     if message.request_ids and len(message.request_ids) != texts:
         raise WireError(f"texts.request_ids has {len(message.request_ids)} elements, not {texts}")
@@ -183,7 +191,6 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Iterator[Text]:
     tags = _read_column(message.tags, "u4", "tags", texts) or [NO_TAG] * texts
     if max(tags, default=0) >> 16:
         raise WireError(f"texts.tags holds {max(tags)}; a tag has 16 bits")
-    # Each is made when it is needed, since a message may have millions.
     runs = (tokens[first:end] for first, end in pairwise(offsets.tolist()))
     # The comparison is false for NaN, which becomes None.
     past = [at if at < now else None for at in times]

@@ -10,17 +10,20 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import ExitStack
+from functools import partial
 
 import grpc
 import structlog
 
+from drafter_service.auth.callers import AccessControl
+from drafter_service.auth.watched import CHECK_INTERVAL_S
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.metrics import MetricsEndpoint, facts_from_loop
 from drafter_service.observability.process import own_version, resident_bytes
 from drafter_service.replication.replicated import Replication
 from drafter_service.server.admin import Admin
 from drafter_service.server.calls import unary_method
-from drafter_service.server.disk import LoadError
+from drafter_service.server.disk import LoadError, in_thread
 from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
@@ -51,7 +54,7 @@ class DrafterServer:
         """The lock of the snapshot folder."""
         self._step_socket = StepSocket(self._streams, config.limits.streams)
         self._admin = Admin(self.namespaces, self.facts)
-        self._housekeeping = Housekeeping(self.namespaces, config)
+        self._housekeeping = Housekeeping(self.namespaces, config, listener.access)
         self._metrics: MetricsEndpoint | None = None
         self.summary = ""
         """Drafting statistics in one line; set when the server stops."""
@@ -158,11 +161,13 @@ IDLE_S = 3600.0
 class Housekeeping:
     """Runs the periodic work by monotonic time, so that it continues if the clock jumps."""
 
-    def __init__(self, namespaces: Namespaces, config: ServiceConfig) -> None:
+    def __init__(self, namespaces: Namespaces, config: ServiceConfig, access: AccessControl = None) -> None:
         self._namespaces = namespaces
+        self._access = access
         self._save_s = config.snapshots.interval_s
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._checking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start the tasks."""
@@ -170,10 +175,15 @@ class Housekeeping:
             asyncio.create_task(self._repeat(SAMPLE_S, self._sample)),
             asyncio.create_task(self._repeat(self._save_s, self._save)),
         ]
+        if self._access is not None:
+            check = partial(in_thread, self._access.check)
+            self._checking = asyncio.create_task(self._repeat(CHECK_INTERVAL_S, check))
 
     async def stop(self) -> None:
-        """Stop the tasks, after work in progress."""
+        """Stop the tasks, after work in progress; not after a check of the callers file, which may never end."""
         self._stopping.set()
+        if self._checking is not None:
+            self._checking.cancel()
         await asyncio.gather(*self._tasks)
 
     async def _repeat(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:

@@ -73,6 +73,8 @@ class Stored(NamedTuple):
 
     description: Description | None
     loaded: Loaded | None
+    learned: dict[int, float] | None = None
+    """`Corpus.request_times` of the loaded corpus."""
 
 
 def folder_of(path: Path) -> Path | None:
@@ -171,10 +173,9 @@ class Store:
         A part that is proven damaged is set aside and logged. Raises OSError, MemoryError and SnapshotError for what
         cannot be read now, with all files as they were.
         """
-        return Stored(
-            self._sound(name, DESCRIPTION, _read_description),
-            self._sound(name, CORPUS, lambda path: snapshot.load(path, capacity, depth, may_trim=self._may_trim)),
-        )
+        description = self._sound(name, DESCRIPTION, _read_description)
+        loaded = self._sound(name, CORPUS, lambda path: snapshot.load(path, capacity, depth, may_trim=self._may_trim))
+        return Stored(description, loaded, loaded.corpus.request_times() if loaded else None)
 
     def _read_known(self, name: str) -> KnownNamespace:
         try:

@@ -33,6 +33,9 @@ MESSAGE_SIZES = (
 MAX_FIELDS = 1 << 16
 """Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
 
+MAX_TEXTS = 1 << 16
+"""Maximum number of finished texts in a message."""
+
 MAX_NAME_BYTES = 512
 """Maximum length of the name of a session, a request, or a part of a model's identity, in bytes of UTF-8."""
 

@@ -42,6 +42,9 @@ RETRY_S = 1.0
 MIN_WAITING = 1 << 20
 """Least value of `Corpus.max_waiting`, in tokens."""
 
+ROWS_AT_ONCE = 1 << 13
+"""Number of requests that are read at a time, in about 2 ms, after which other threads can run."""
+
 
 class Corpus:
     """All remembered tokens and their index. Any thread may use it."""
@@ -134,6 +137,11 @@ class Corpus:
         """Number of requests in the ring; each piece of a very long request counts."""
         return len(self._index.log)
 
+    @property
+    def waiting_requests(self) -> int:
+        """Number of appended requests that are not in the index yet, and of commands to forget."""
+        return len(self._inbox) + len(self._waiting)
+
     def text_of(self, request_id: str) -> np.ndarray:
         """Return the newest text that was appended under a request id, uint32 [N]; empty if it is not in the ring.
 
@@ -152,8 +160,11 @@ class Corpus:
 
     def request_times(self) -> dict[int, float]:
         """Return the time at which each request id was last appended, by its hash (`ssd.corpus.requests.hash_of`)."""
-        rows = self._index.log.rows
-        return dict(zip(rows["name"].tolist(), rows["time"].tolist(), strict=True))
+        rows, times = self._index.log.rows, dict[int, float]()
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[first : first + ROWS_AT_ONCE]
+            times.update(zip(part["name"].tolist(), part["time"].tolist(), strict=True))
+        return times
 
     @property
     def indexed(self) -> int:

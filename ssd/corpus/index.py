@@ -153,9 +153,12 @@ class Index:
             return
         # The oldest request may be partly overwritten.
         spans = np.maximum(spans, self.ring.head - self.ring.capacity)
+        # Adjacent ones together: a list of each would hold the interpreter's lock, and delay the threads that draft.
+        cuts = spans[1:, 0] != spans[:-1, 1]
+        joined = np.stack((spans[np.append(True, cuts), 0], spans[np.append(cuts, True), 1]), axis=1).tolist()
         self._finish_merge()
         marked = np.zeros(self.ring.capacity, np.uint8)
-        for first, end in spans.tolist():
+        for first, end in joined:
             for slots in self.ring.slots_of(first, end):
                 marked[slots] = 1
         for tier in (self._base, self._recent):
@@ -163,7 +166,7 @@ class Index:
         self.publish()
         # Every view holds the base tier, so the text has no readers after this.
         self._base.release()
-        for first, end in spans.tolist():
+        for first, end in joined:
             self.ring.erase(first, end)
         counts = [forget.count(self.log.rows) for forget in forgets]
         # Last, so that the next call repeats all of it if there was not enough memory.

@@ -33,8 +33,9 @@ DEPTH, SIZE, COVERED, TABLES_LAYOUT, CAPACITY = range(5)
 """Entries of the section "facts", int64: maximum match length, tokens of text, how many of them the suffix array
 covers, `tables_layout`, and the capacity of the corpus."""
 
-ATTEMPTS = 3
-"""Number of times that a save begins again because text was forgotten or overwritten while it was written."""
+ATTEMPTS, ATTEMPTS_S = 3, 15.0
+"""A save begins again if text was forgotten or overwritten while it was written: a number of times at least, and in the
+first seconds as often as needed, which is enough for a series of commands to forget."""
 
 MAX_LOGIT = 7.0
 MAX_WEIGHT = 1e3
@@ -61,16 +62,19 @@ def save(corpus: Corpus, path: str | Path, stats: Stats | None = None, *, max_to
     then the save begins again. Raises SnapshotError if it cannot be written.
     """
     corpus.refresh()
-    for _ in range(ATTEMPTS):
+    attempts, began = 0, time.monotonic()
+    while True:
+        attempts += 1
         forgotten = corpus.erasures
         sections = _sections(corpus, stats, max_tokens)
         try:
             return write_sections(Path(path), sections, lambda: _check_unforgotten(corpus, forgotten))  # noqa: B023
         except ReplacedError:
-            continue
+            if attempts >= ATTEMPTS and time.monotonic() - began > ATTEMPTS_S:
+                reason = f"its text was replaced meanwhile, {attempts} times"
+                raise SnapshotError(f"{path}: cannot be written: {reason}; try again") from None
         finally:
             sections.close()
-    raise SnapshotError(f"{path}: cannot be written: its text was replaced meanwhile, {ATTEMPTS} times; try again")
 
 
 def _check_unforgotten(corpus: Corpus, erasures: int) -> None:

@@ -1,5 +1,7 @@
 """Rights, the callers file, and files that are reloaded."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,6 +135,17 @@ def test_changed_files_are_reloaded_at_most_once_a_second(tmp_path, caplog):
     path.write_text("four")
     clock.now = 8.0
     assert watched.current() == "four"
+
+
+def test_files_that_are_checked_elsewhere_are_not_touched_by_uses(tmp_path):
+    path, clock = tmp_path / "f", Clock()
+    path.write_text("one")
+    watched = Watched([path], path.read_text, check_interval_s=math.inf, clock=clock)
+    replace_file(path, "two")
+    clock.now = 1e9
+    assert watched.current() == "one"
+    watched.check()
+    assert watched.current() == "two"
 
 
 @pytest.mark.parametrize(

@@ -251,14 +251,24 @@ def test_interruption_says_what_is_kept(tmp_path, monkeypatch):
 
 
 def test_a_service_learns_requests_and_its_end_is_reported(tmp_path, monkeypatch):
-    records = [{"prompt_token_ids": list(range(50)), "completion_token_ids": list(range(50, 90))}] * 2
+    records = [{"prompt_token_ids": list(range(50)), "completion_token_ids": list(range(50, 90))}] * 3
     log = write_jsonl(tmp_path / "a.jsonl", records)
     address = f"unix:{tmp_path}/s"
+    observe, sent = sinks.RemoteSink._observe, []
+
+    def recorded(sink, texts):
+        sent.append([] if texts is None else [*texts.request_ids])
+        return observe(sink, texts)
+
     with served("--listen", address, "--capacity", "300k") as process:
-        invoke("--from", log, "--address", address, "--namespace", "n")
+        with monkeypatch.context() as patch:
+            patch.setattr(sinks, "MAX_TEXTS", 2)
+            patch.setattr(sinks.RemoteSink, "_observe", recorded)
+            invoke("--from", log, "--address", address, "--namespace", "n")
+        assert [len(names) for names in sent] == [0, 2, 1]
         with connected(address) as caller:
             (namespace,) = json.loads(caller.call("Report").json)["namespaces"]
-        assert namespace["corpus"]["learned_tokens"] == 2 * (32 + 40), "of a prompt, the end is learned"
+        assert namespace["corpus"]["learned_tokens"] == 3 * (32 + 40), "of a prompt, the end is learned"
         accept = sinks.RemoteSink.accept
 
         def stop_between_two(sink, documents):

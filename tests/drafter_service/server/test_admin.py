@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from drafter_service.auth.callers import AuthorizedCall
+from drafter_service.auth.callers import AuthorizedCall, PermissionDeniedError, Right
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.admin import TEXTS_PER_TURN, Admin, learn
 from drafter_service.server.namespace import ClosedError
@@ -233,7 +233,27 @@ async def test_other_tasks_run_while_many_texts_are_learned():
         assert turns >= 20
 
 
-EVERYBODY = AuthorizedCall(SimpleNamespace(invocation_metadata=list, auth_context=dict), None)
+@run
+async def test_the_right_to_learn_is_checked_while_texts_are_learned():
+    class Revoked(AuthorizedCall):
+        """A caller whose right is taken after it was checked twice."""
+
+        def require(self, right, namespace):
+            checked.append((right, namespace))
+            if len(checked) > 2:
+                raise PermissionDeniedError("no")
+
+    checked, namespaces = [], Namespaces(ServiceConfig(drafting=DRAFTING))
+    request = pb.ObserveRequest(namespace="a", texts=texts(*[[1]] * (2 * TEXTS_PER_TURN)))
+    with pytest.raises(PermissionDeniedError):
+        await Admin(namespaces, lambda *_: None).observe(request, Revoked(CONTEXT, None))
+    assert checked == [(Right.LEARN, "a")] * 3
+    assert namespaces.loaded["a"].corpus.appended == TEXTS_PER_TURN
+    await namespaces.close()
+
+
+CONTEXT = SimpleNamespace(invocation_metadata=list, auth_context=dict)
+EVERYBODY = AuthorizedCall(CONTEXT, None)
 
 
 @run

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import tempfile
+import threading
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from drafter_service.client import DrafterClient
+from drafter_service.server import server
 from drafter_service.server.server import Housekeeping
 from drafter_service.settings.tree import ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
@@ -134,6 +136,30 @@ async def test_housekeeping_survives_jumps_of_the_clock_and_exceptions_and_finis
         may_end.set()
         await stopping
     assert saves == [*["began"] * 5, "unloaded"]
+
+
+@run
+async def test_callers_are_checked_in_a_thread_that_may_hang(monkeypatch):
+    monkeypatch.setattr(server, "CHECK_INTERVAL_S", 0.001)
+    checks, checked, never = [], asyncio.Event(), threading.Event()
+    loop, problems = asyncio.get_running_loop(), [RuntimeError("nested too deeply")]
+
+    def check():
+        checks.append(threading.current_thread())
+        if problems:
+            raise problems.pop()
+        loop.call_soon_threadsafe(checked.set)
+        never.wait()
+
+    idle = SimpleNamespace(loaded={})
+    housekeeping = Housekeeping(idle, ServiceConfig(), SimpleNamespace(check=check))
+    housekeeping.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        await checked.wait()
+        await housekeeping.stop()
+    assert len(checks) == 2
+    assert threading.current_thread() not in checks
+    never.set()
 
 
 # Garbage, floods and silence.

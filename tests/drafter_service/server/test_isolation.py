@@ -9,10 +9,11 @@ import pytest
 
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from ssd.corpus.corpus import Corpus
+from tests.certificates import replace_file
 from tests.drafter_service.guarded import caller_entry, run
 from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, finish, start, texts
 from tests.drafter_service.server.opened_namespaces import DRAFTING
-from tests.servers import running
+from tests.servers import running, serving
 
 OWN, OTHER = counted(100), counted(500)
 CALLS = {
@@ -118,3 +119,24 @@ def use_service(address, loaded, names, views):
 async def test_calls_look_up_nothing_outside_the_callers_namespaces(monkeypatch, tmp_path, socket_address):
     async with counting(monkeypatch, tmp_path, socket_address) as (loaded, names, views):
         await asyncio.to_thread(use_service, socket_address, loaded, names, views)
+
+
+def test_a_changed_callers_file_applies_to_a_running_service(monkeypatch, tmp_path, socket_address):
+    monkeypatch.setattr("drafter_service.server.server.CHECK_INTERVAL_S", 0.01)
+    file = tmp_path / "callers.toml"
+    file.write_text(caller_entry("a", "*", "learn"))
+    with (
+        serving(listen=socket_address, drafting=DRAFTING, access=AccessConfig(callers=file)),
+        connected(socket_address, [("authorization", "Bearer a")]) as caller,
+    ):
+        assert caller.observe("n", [1]).texts == 1
+
+        def is_refused():
+            try:
+                caller.observe("n", [1])
+            except grpc.RpcError as refused:
+                return refused.code() is grpc.StatusCode.PERMISSION_DENIED
+            return False
+
+        replace_file(file, caller_entry("a", "*", "read"))
+        eventually(is_refused)

@@ -15,9 +15,11 @@ from drafter_service.server import disk
 from drafter_service.server import namespaces as module
 from drafter_service.server.disk import DiskThreads, LoadError
 from ssd.corpus import sections, snapshot
+from ssd.corpus.corpus import Corpus
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import counted
 from tests.drafter_service.server.opened_namespaces import (
+    UNKNOWN_MODEL,
     contents,
     draft_of,
     learned,
@@ -195,3 +197,19 @@ async def test_the_number_of_threads_of_a_disk_that_hangs_is_limited(monkeypatch
     go_on.set()
     await asyncio.gather(*hanging)
     assert await threads.run(str, 5) == "5"
+
+
+@run
+async def test_the_log_of_requests_is_read_in_the_thread_that_loads_it(tmp_path, monkeypatch):
+    await saved(tmp_path, [1, 2, 3], [4, 5, 6])
+    readers, read = [], Corpus.request_times
+
+    def request_times(corpus):
+        readers.append(threading.current_thread())
+        return read(corpus)
+
+    monkeypatch.setattr(Corpus, "request_times", request_times)
+    async with opened(tmp_path) as namespaces, namespaces.use("a", UNKNOWN_MODEL) as namespace:
+        assert [namespace.has_learned(f"a-{number}") for number in range(3)] == [True, True, False]
+    [reader] = readers
+    assert reader is not threading.current_thread()

@@ -141,13 +141,27 @@ def test_running_sequences_are_counted_as_forgotten(namespace):
 
 
 def test_the_number_of_remembered_names_is_bounded(namespace, monkeypatch):
-    monkeypatch.setattr("drafter_service.server.namespace.MAX_NAMES", 80)
+    monkeypatch.setattr("drafter_service.server.namespace.MIN_NAMES", 80)
     nothing = np.empty(0, np.uint32)
     for number in range(1000):
         namespace.learn(nothing, f"{number}")
-    assert sum(namespace.has_learned(f"{number}") for number in range(1000)) <= 80
+    assert 80 <= sum(namespace.has_learned(f"{number}") for number in range(1000)) <= 90
     assert not namespace.learn(nothing, "930")
     assert namespace.learn(nothing, "0")
+
+
+def test_the_names_of_all_requests_in_the_corpus_are_remembered(monkeypatch):
+    monkeypatch.setattr("drafter_service.server.namespace.MIN_NAMES", 80)
+    with still_namespace() as namespace:
+        for number in range(1000):
+            assert namespace.learn(array([1, 2]), f"{number}")
+            if number % 300 == 0:
+                namespace.corpus.refresh()
+        assert not any(namespace.learn(array([1, 2]), f"{number}") for number in range(1000))
+        for number in range(300):  # These overwrite all others.
+            namespace.learn(np.ones(1000, np.uint32), f"long-{number}")
+            namespace.corpus.refresh()
+        assert not namespace.has_learned("999")
 
 
 def test_a_text_that_the_corpus_drops_may_be_sent_again(namespace, monkeypatch):

@@ -157,6 +157,14 @@ async def test_a_dropped_library_is_read_again_once_it_exists_again():
 
 
 @run
+async def test_dropped_namespaces_use_no_memory():
+    async with opened() as namespaces:
+        await learned(namespaces, "a", TEXT)
+        await namespaces.drop("a")
+        assert (len(namespaces._loading), namespaces._reserved, namespaces._readers) == (0, {}, {})
+
+
+@run
 async def test_a_library_of_another_tokenizer_is_refused():
     ours, theirs = ModelIdentity(tokenizer="ours", vocab_size=1000), ModelIdentity(tokenizer="theirs", vocab_size=1000)
     async with opened(**READS) as namespaces:

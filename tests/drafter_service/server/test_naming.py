@@ -143,6 +143,18 @@ def test_text_of_the_same_tokenizer_is_found_elsewhere():
     assert find_other("own", ModelIdentity(), known) == ""
 
 
+def test_namespaces_of_cache_salts_are_not_looked_at():
+    def asked(name):
+        names.append(name)
+        return True
+
+    known = {f"{NEW}@{number}": KnownNamespace(None, 5) for number in range(100)}  # No identity, so none is read.
+    names = []
+    assert find_default(BASE, {**known, ELSEWHERE: KnownNamespace(COPY, 5)}, asked) == ELSEWHERE
+    assert find_other("own", BASE, {**known, "chat": KnownNamespace(BASE, 5)}, asked) == "chat"
+    assert {*names} == {OLD, NEW, ELSEWHERE, "chat"}
+
+
 @run
 async def test_namespaces_of_earlier_versions_are_known_after_a_restart(tmp_path):
     async with opened(tmp_path) as namespaces:

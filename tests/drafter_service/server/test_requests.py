@@ -6,6 +6,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafter_service.server.calls import parsed
 from drafter_service.server.requests import (
     has_few_fields,
     read_finish,
@@ -15,7 +16,7 @@ from drafter_service.server.requests import (
     read_texts,
 )
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, pack
+from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, MAX_TEXTS, WireError, pack
 from ssd.budget.padding import Padding
 from ssd.corpus.rollout import Rollout
 from tests.drafter_service.raw import start, texts
@@ -162,3 +163,37 @@ def test_many_empty_sequences_are_counted_before_parsing():
     assert not has_few_fields(in_a_group + b"\x1a\x00" * 5000, 4999)
     assert has_few_fields(b"\x1a\x00" * 5000, 5000)
     assert has_few_fields(pb.DraftRequest(starts=[start(1, np.zeros(100_000))]).SerializeToString(), 1)
+
+
+def observed(*names, padding=0, prefix=b""):
+    """Return a serialized ObserveRequest; padding: size of its tokens."""
+    message = pb.Texts(tokens=bytes(padding), offsets=bytes(8), request_ids=names)
+    return prefix + pb.ObserveRequest(namespace="n", model=pb.Model(name="m"), texts=message).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        observed(*[""] * 100),
+        observed(*["name"] * 100, padding=5000),
+        observed(*[b"\x1a\x00".decode() * 50] * 100),
+        observed(*["a"] * 60) + observed(*["a"] * 40),  # One message for a parser, too.
+        observed(*["a"] * 100, prefix=b"\x7a\x00"),  # An unknown field.
+    ],
+)
+def test_names_of_texts_are_counted_without_parsing(data):
+    request = pb.ObserveRequest.FromString(data)
+    fields = 1 + len(request.ListFields()) + len(request.texts.request_ids) + 2 + 5
+    assert has_few_fields(data, fields, within=3)
+    assert not has_few_fields(data, len(request.texts.request_ids), within=3)
+
+
+def test_too_many_texts_are_refused_before_they_are_read():
+    refusal = "texts holds more than 65,536 texts; send them in several messages"
+    parsed(pb.ObserveRequest, observed(*["a"] * MAX_TEXTS))
+    with pytest.raises(WireError, match=refusal):
+        parsed(pb.ObserveRequest, observed(*["a"] * (MAX_TEXTS + 100)))
+    parsed(pb.ForgetRequest, observed(*["a"] * (MAX_TEXTS + 100)))
+    assert len([*read_texts(pb.Texts(offsets=bytes(4 * MAX_TEXTS + 4)), 0)]) == MAX_TEXTS
+    with pytest.raises(WireError, match=refusal):
+        read_texts(pb.Texts(offsets=bytes(4 * MAX_TEXTS + 8)), 0)

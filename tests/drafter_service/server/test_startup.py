@@ -1,6 +1,7 @@
 """The service before it is ready: it listens, refuses calls, and says what it does."""
 
 import asyncio
+import gc
 import os
 import signal
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from drafter_service.client import DrafterClient
 from drafter_service.commands.main import cli
 from drafter_service.server import server, startup
+from drafter_service.server.listener import Listener
 from drafter_service.settings.tree import LogConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
@@ -103,3 +105,13 @@ async def test_a_service_that_cannot_start_stops_listening(monkeypatch, socket_a
     with pytest.raises(UserError, match="no folder for kernels"):
         await startup.run_service(ServiceConfig(listen=socket_address), print, print)
     assert "no drafter answers" in (await asyncio.to_thread(health, socket_address))[1]
+
+
+@run
+async def test_modules_and_kernels_are_left_out_of_garbage_collections(socket_address):
+    try:
+        assert await startup._load_server(Listener(ServiceConfig(listen=socket_address)), print) is server
+        tracked = {id(each) for each in gc.get_objects()}
+        assert not {id(vars(server)), id(server.DrafterServer)} & tracked
+    finally:
+        gc.unfreeze()

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import tempfile
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ import grpc
 import pytest
 
 from drafter_service.auth.callers import access_control
-from drafter_service.auth.watched import Watched
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
@@ -52,7 +50,8 @@ STREAMS = 40
 def checked_always():
     """Let the callers file be checked at each use."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drafter_service.auth.callers.Watched", partial(Watched, check_interval_s=0.0))
+        checked = lambda config, **_: access_control(config, check_interval_s=0.0)  # noqa: E731
+        patch.setattr("drafter_service.server.listener.access_control", checked)
         yield
 
 

@@ -90,6 +90,32 @@ def test_request_ids_are_hashed():
     assert -(1 << 63) <= hash_of("ä\ud800") < 1 << 63
 
 
+def test_adjacent_requests_are_erased_together():
+    corpus = new_corpus(capacity=4096)
+    for number in range(50):
+        corpus.append(array([1, 2, number]), f"{number}", time=100.0 if number in {10, 11, 30} else 1.0 + number)
+    corpus.refresh()
+    corpus.forget_older_than(corpus.clock() - 60.0)
+    corpus.refresh()
+    assert (corpus.erasures, corpus.times.forgotten) == (3, 47)
+    assert corpus.request_times() == {hash_of(f"{number}"): 100.0 for number in (10, 11, 30)}
+    assert [corpus.text_of(f"{number}").tolist() for number in (9, 10, 11, 30)] == [
+        [],
+        [1, 2, 10],
+        [1, 2, 11],
+        [1, 2, 30],
+    ]
+
+
+def test_the_log_of_requests_is_read_in_parts(monkeypatch):
+    monkeypatch.setattr("ssd.corpus.corpus.ROWS_AT_ONCE", 4)
+    corpus = new_corpus(capacity=4096)
+    for number in range(10):
+        corpus.append(array([1, 2, 3]), f"{number % 7}", time=float(number))
+    corpus.refresh()
+    assert corpus.request_times() == {hash_of(f"{number % 7}"): float(number) for number in range(10)}
+
+
 @pytest.mark.parametrize("kept", [1, 700])
 def test_a_log_stays_small_when_it_drops_as_it_grows(kept):
     log = RequestLog()

@@ -12,7 +12,7 @@ import pytest
 
 import ssd.kernels.probabilities
 from ssd import DrafterConfig, SuffixDrafter
-from ssd.corpus import sections
+from ssd.corpus import sections, snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.sections import BLOCK, DamagedError, Section, SnapshotError, read_sections, write_sections
 from ssd.corpus.snapshot import load, save
@@ -339,20 +339,36 @@ def test_nothing_waits_for_a_save_that_stalls(path, monkeypatch, section, forget
     assert np.array_equal(text_of(loaded), text_of(corpus)[-loaded.tokens :]) is has_newest
 
 
-def test_a_save_whose_text_is_always_replaced_gives_up(path, monkeypatch):
-    corpus = built(some_requests(20))
-    fsync = os.fsync
+def forgetting(corpus, monkeypatch, times):
+    """Forget text whenever a snapshot is about to replace a file, this number of times."""
+    fsync, left = os.fsync, list(range(times))
 
     def forget(descriptor):
-        fill(corpus, some_requests(1), "mine")
-        corpus.forget("mine")
-        corpus.refresh()
+        if left:
+            left.pop()
+            fill(corpus, some_requests(1), "mine")
+            corpus.forget("mine")
+            corpus.refresh()
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", forget)
+
+
+def test_a_save_whose_text_is_always_replaced_gives_up(path, monkeypatch):
+    monkeypatch.setattr(snapshot, "ATTEMPTS_S", 0.0)
+    corpus = built(some_requests(20))
+    forgetting(corpus, monkeypatch, 100)
     with pytest.raises(SnapshotError, match="its text was replaced meanwhile, 3 times; try again"):
         save(corpus, path)
     assert list(path.parent.iterdir()) == []
+
+
+def test_a_save_is_repeated_while_text_is_forgotten(path, monkeypatch):
+    monkeypatch.setattr(snapshot, "ATTEMPTS_S", 600.0)
+    corpus = built(some_requests(20))
+    forgetting(corpus, monkeypatch, 40)
+    save(corpus, path)
+    assert np.array_equal(text_of(load(path).corpus), text_of(corpus))
 
 
 def test_a_file_is_private_and_its_sections_are_read_only(path):
