@@ -13,6 +13,8 @@ from ssd.errors import UserError
 
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 """OpenAI's rule. None of these characters needs an escape in JSON."""
+MAX_FIELDS = 256
+"""Largest number of fields of an object, each of which can be an error."""
 
 
 class Body(BaseModel):
@@ -25,6 +27,8 @@ class Body(BaseModel):
     def _drop_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        if len(given) > MAX_FIELDS:
+            raise ValueError(f"it has {len(given):,} fields; at most {MAX_FIELDS} are accepted")
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -72,7 +76,7 @@ class StructuredOutputs(Body):
     """vLLM's `structured_outputs`: one of these. JSON is requested with `response_format`."""
 
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> StructuredOutputs:

@@ -1,6 +1,7 @@
 """Request bodies: OpenAI's fields, vLLM's additional parameters, and our own for drafting.
 
-Other fields are errors, see `engine.api.fields`, because ignoring a setting silently would be worse.
+Other fields are errors, see `engine.api.fields`, because ignoring a setting silently would be worse. Lists are checked
+up to their first invalid element: an error for each would block the event loop for seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PROMPT_SETTINGS = (
 )  # fmt: skip
 """Fields of chats that `chat_template_kwargs` may have as well."""
 Token = Annotated[int, Field(ge=0, lt=1 << 32)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -57,7 +58,7 @@ class Prediction(Body):
     """OpenAI's "predicted output": text that the output may largely repeat."""
 
     type: Literal["content"]
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -98,11 +99,11 @@ class SamplingFields(Body):
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Finite, Field(ge=0.01, le=2)] | None = None
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, float] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     stream: bool = False
@@ -146,6 +147,11 @@ class SamplingFields(Body):
     def _drop_harmless(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        bias = given.get("logit_bias")
+        if isinstance(bias, dict) and not all(
+            type(each) in (int, float) and abs(each) <= 100 for each in bias.values()
+        ):
+            raise ValueError("logit_bias: its values must be numbers from -100 to 100")
         return {name: value for name, value in given.items() if value not in HARMLESS.get(name, ())}
 
     @model_validator(mode="after")
@@ -173,7 +179,12 @@ class CompletionRequest(SamplingFields):
 
     prompt_field: ClassVar[str] = "prompt"
 
-    prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    )
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of output tokens. 0 needs `echo`: only the prompt is returned and, with `logprobs`, scored."""
     add_special_tokens: bool = True
@@ -205,10 +216,10 @@ class Message(Body):
     """One message of a chat."""
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     """None in an answer that contains only tool calls."""
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """Tool calls of an earlier answer; the chat template renders them."""
     tool_call_id: str | None = None
     """Id of the tool call that a message with the role `tool` answers."""
@@ -228,7 +239,7 @@ class ChatRequest(SamplingFields):
 
     prompt_field: ClassVar[str] = "messages"
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: bool = False
     """By default false, because the chat template writes special tokens."""
@@ -238,12 +249,12 @@ class ChatRequest(SamplingFields):
     """Whether the output continues the final message, instead of answering it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables for the chat template, such as `enable_thinking`; fields of `PROMPT_SETTINGS` are moved."""
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """Variable for the chat template."""
     reasoning_effort: str | None = None
     """Variable for the chat template."""
     echo: Literal[False] = False
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | Tool | None = None
     """`none`, `auto` (the model decides), `required`, or the tool to call; None: `auto`."""
     parallel_tool_calls: bool = True

@@ -163,6 +163,7 @@ class Service:
         """
         given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         seed = secrets.randbits(63) if body.seed is None else body.seed
+        stop_token_ids = tuple(dict.fromkeys(body.stop_token_ids or ()))
         shared = {"temperature": DEFAULT_TEMPERATURE, "grammar": body.grammar} | self.served.defaults | given | more
         made = [
             Request(
@@ -171,7 +172,7 @@ class Service:
                     max_tokens=max_tokens,
                     seed=sample_seed(seed, index),
                     stop=_stop_strings(body.stop),
-                    stop_token_ids=tuple(body.stop_token_ids or ()),
+                    stop_token_ids=stop_token_ids,
                     logit_bias=_logit_bias(body.logit_bias),
                     **shared,
                 ),

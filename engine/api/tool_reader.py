@@ -124,9 +124,11 @@ class Reader:
                 raise MalformedCallError
 
     def close(self, *literals: str) -> Steps[None]:
-        """Read literals after a complete call. A model may leave them out."""
+        """Read literals after a complete call. A model may leave them out, and the output may end within one."""
         for literal in literals:
-            yield from self.next_is(literal)
+            is_next = yield from self.next_is(literal)
+            if not is_next and self._has_ended and literal.startswith(self._text[self._position :]):
+                self._position = len(self._text)
         self._mark = self._position
 
     def name_until(self, marker: str) -> Steps[str]:

@@ -27,6 +27,8 @@ PROMPT_TAIL = 8
 """Number of prompt tokens to decode before the output; some vocabularies drop a space at the start of a text."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoded form of bytes that are not a complete character."""
+MAX_HELD, MAX_UNFINISHED = 16, 3
+"""Largest number of tokens whose text is held back, and of bytes of an unfinished character."""
 
 
 class Tokenizer:
@@ -76,7 +78,9 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise UserError("the prompt is not valid Unicode; encode it as UTF-8") from None
-        return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.uint32)
+        # `encode` would keep other threads from running.
+        encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return np.array(encoded[0].ids, dtype=np.uint32)
 
     def decode(self, tokens: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, uint32 [N], by default without special tokens."""
@@ -178,14 +182,17 @@ class Detokenizer:
     def feed(self, token: int) -> str:
         """Append a token and return the text that is now complete."""
         self._window.append(token)
-        text = self._text()
+        text, is_long = self._text(), len(self._window) - self._settled > MAX_HELD
         certain = text.rstrip(UNFINISHED)
+        if is_long:  # Bytes that are no characters.
+            certain = text[: max(len(certain), len(text) - MAX_UNFINISHED)]
         new = certain[self._returned :]
         self._returned = max(self._returned, len(certain))
-        if new and len(certain) == len(text):
+        if is_long or (new and len(certain) == len(text)):
+            held = len(text) - self._returned
             del self._window[: self._settled]
             self._settled = len(self._window)
-            self._returned = len(self._text())
+            self._returned = len(self._text()) - held
         return new
 
     def finish(self) -> str:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.models.tokenizer import Detokenizer, Tokenizer
+from engine.models.tokenizer import MAX_HELD, UNFINISHED, Detokenizer, Tokenizer
 from tests.strategies import array
 
 BYTE_CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -44,8 +44,11 @@ def fed(hub, prompt, tokens):
     return [*(detokenizer.feed(token) for token in tokens), detokenizer.finish()]
 
 
-@given(st.lists(st.integers(0, len(BYTE_CHARS) + 11), max_size=30))
-def test_pieces_add_up_to_the_text_of_any_bytes(tokens):
+@given(
+    st.lists(st.integers(0, len(BYTE_CHARS) + 11), max_size=30), st.integers(0, 60), st.sampled_from(["", "é", "🐈"])
+)
+def test_pieces_add_up_to_the_text_of_any_bytes(tokens, invalid, last):
+    tokens += [*byte_tokens(b"\x80" * invalid), *byte_tokens(last.encode())]
     pieces = fed(BYTES, [BYTES.token_to_id("a")], tokens)
     assert "".join(pieces) == decode_with(BYTES)(array(tokens))
 
@@ -132,18 +135,19 @@ def test_tokens_that_are_parts_of_characters_have_their_own_bytes(text, tmp_path
         assert b"".join(map(saved(hub, tmp_path).token_bytes, tokens)) == text.encode()
 
 
-@pytest.mark.parametrize("prompt", [[], [1] * 50])
-def test_the_window_does_not_grow(prompt):
+@pytest.mark.parametrize(("prompt", "character"), [([], None), ([1] * 50, None), ([], ""), ([], UNFINISHED)])
+def test_the_window_does_not_grow(prompt, character):
     sizes = []
 
     def decode(tokens):
         sizes.append(len(tokens))
-        return "".join(chr(97 + token % 26) for token in tokens.tolist())
+        return "".join(chr(97 + token % 26) if character is None else character for token in tokens.tolist())
 
     detokenizer = Detokenizer(decode, array(prompt))
     tokens = np.arange(500)
-    assert "".join(detokenizer.feed(token) for token in tokens.tolist()) == decode(tokens)
-    assert max(sizes[:-1]) <= 10
+    pieces = [detokenizer.feed(token) for token in tokens.tolist()]
+    assert "".join([*pieces, detokenizer.finish()]) == decode(tokens)
+    assert max(sizes[1:-1]) <= 2 * MAX_HELD + 10
 
 
 def test_a_completion_keeps_its_leading_space(tmp_path):

@@ -70,6 +70,12 @@ def test_outputs_as_models_write_them(form, text, content, arguments):
     assert collected(streamed(form, text, NAMES)) == (content, expected)
 
 
+@pytest.mark.parametrize("cut", range(13))
+def test_an_output_may_end_within_the_marker_after_a_call(cut):
+    text = '<tool_call>\n{"name": "weather", "arguments": {}}\n' + "</tool_call>"[:cut]
+    assert message_of(FORMATS["hermes"], text, NAMES) == (None, [("weather", "{}")])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_required_calls_are_written_as_models_write_them(name):
     calls = written(FORMATS[name], [("weather", json.loads(PARIS))] * 2)
