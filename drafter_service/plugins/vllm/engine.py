@@ -107,9 +107,12 @@ class OptionsReader:
     def options_of(self, request: Any) -> RequestOptions | None:
         """Return the options of a `Request`, apart from those in its `extra_args`; None if it has no drafts.
 
-        It has none if its prompt has no tokens, if it generates none, or while the file of its adapter is being read.
+        It has none if its prompt has no tokens or is streamed, if it generates none, or while the file of its adapter
+        is being read.
         """
         if request.sampling_params is None or request.prompt_embeds is not None:
+            return None
+        if request.resumable:  # Each part of its prompt has options of its own, and may be private.
             return None
         if (adapter := self.fingerprint(request.lora_request)) is None:
             return None

@@ -265,6 +265,18 @@ def test_the_drafter_learns_what_the_client_got(make_engine, monkeypatch, stop):
     assert {len(output) < 40 for output in engine.outputs.values()} == {bool(stop)}
 
 
+def test_a_request_whose_prompt_is_streamed_is_not_remembered(make_engine):
+    """Each part has options of its own; the last one ends the request."""
+    engine = make_engine()
+    engine.add("a", PROMPTS["a"], 8, resumable=True)
+    engine.step()
+    engine.add("a", PROMPTS["b"], 8, resumable=True, extra_args={"ssd_private": True})
+    engine.add("a", [], 8)
+    engine.run()
+    assert len(engine.outputs["a"]) >= 8
+    assert (corpus_of(session_of(engine)).tokens, session_of(engine).counters.drafted) == (0, 0)
+
+
 def test_options_and_salts(make_engine):
     engine = make_engine()
     engine.add("a", PROMPTS["a"], extra_args={"ssd_max_draft": 0})

@@ -40,7 +40,9 @@ def test_an_adapter_is_identified_by_its_file_and_has_no_drafts_while_it_is_read
     reader = OptionsReader(warnings.append)
     for path, wanted in ((str(tmp_path), fingerprint(file)), ("/nonexistent", "a:/nonexistent")):
         adapter = SimpleNamespace(lora_name="a", lora_path=path)
-        request = SimpleNamespace(sampling_params=SimpleNamespace(), prompt_embeds=None, lora_request=adapter)
+        request = SimpleNamespace(
+            sampling_params=SimpleNamespace(), prompt_embeds=None, lora_request=adapter, resumable=False
+        )
         assert may_read.is_set() or reader.options_of(request) is None
         may_read.set()
         assert eventually(lambda adapter=adapter: reader.fingerprint(adapter)) == wanted
