@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from drafter_service.plugins.options import End
 from drafter_service.plugins.vllm.__main__ import main
 from drafter_service.plugins.vllm.variants import SETUPS, Variant, choose
 from tests.drafter_service.plugins.helpers import corpus_of, plain
@@ -252,6 +253,7 @@ def test_the_drafter_learns_what_the_client_got(make_engine, monkeypatch, stop):
     def record(request_id, text, end):
         # The drafter has learned nothing beyond the end.
         assert session._requests[request_id].reported <= len(text)
+        assert end is End.FINISHED
         learned[request_id] = list(text)
         finish(request_id, text, end)
 
