@@ -123,8 +123,10 @@ def fingerprint(path: Path) -> str:
     """
     if is_gguf(path):
         return vocabulary_fingerprint(text.encode() for text in open_gguf(path).tokens())
-    file = path / TOKENIZER_FILE if path.is_dir() else path
+    file = path
     try:
+        if path.is_dir():
+            file = path / TOKENIZER_FILE
         with file.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as problem:

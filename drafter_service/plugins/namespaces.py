@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from drafter_service.client import DrafterClient
@@ -25,7 +26,12 @@ if TYPE_CHECKING:  # It imports numba.
     HostDrafter = DrafterClient | SuffixDrafter
 
 MAX_NAMESPACES = 8
-"""Maximum number of namespaces in use at a time. A step calls the drafters of its namespaces one after another."""
+"""Maximum number of namespaces in use at a time beside the default one. A step calls the drafters of its namespaces one
+after another."""
+DEFAULT = "", ""
+"""Adapter and salt of requests that have neither. Their namespace is not closed for others."""
+CLOSE_S = 3.0
+"""Maximum wait for all drafters to close, in seconds: vLLM kills an engine that takes more than 5 s to stop."""
 
 
 @dataclass(eq=False)
@@ -112,7 +118,8 @@ class HostNamespaces:
         """
         key = adapter, salt
         if key not in self.opened:
-            if len(self.opened) >= MAX_NAMESPACES and not self._close_idle():
+            count = len(self.opened.keys() - {DEFAULT})
+            if key != DEFAULT and count >= MAX_NAMESPACES and not self._close_idle():
                 return None
             # A failure to open is kept, so that it is reported once.
             self.opened[key] = Namespace(None)
@@ -135,23 +142,28 @@ class HostNamespaces:
             namespace.drafting_s = 0.0
 
     def close(self) -> None:
-        """Close all drafters."""
-        for namespace in self.opened.values():
-            if namespace.drafter is not None:
-                namespace.drafter.close()
+        """Close all drafters, at the same time, since each may take seconds; wait `CLOSE_S` at most."""
+        threads = [_close(namespace.drafter) for namespace in self.opened.values() if namespace.drafter is not None]
         self.opened.clear()
+        end = monotonic() + CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, end - monotonic()))
 
     def _close_idle(self) -> bool:
         """Close the namespace that was not used for longest and has no running sequences; return whether there is one.
 
         Closing a connection may take seconds, so another thread does it.
         """
-        idle = next((key for key, namespace in self.opened.items() if not namespace.running), None)
-        if idle is None:
+        others = (key for key, namespace in self.opened.items() if key != DEFAULT and not namespace.running)
+        if (idle := next(others, None)) is None:
             return False
         drafter = self.opened.pop(idle).drafter
         if drafter is not None:
-            threading.Thread(target=drafter.close, name="ssd-close", daemon=True).start()
+            _close(drafter)
+        if self._settings.sidecar == EMBEDDED:
+            self._report_once(
+                "closed", f"more than {MAX_NAMESPACES} cache salts and adapters; the text of unused ones is forgotten"
+            )
         return True
 
     def _is_refused(self, adapter: str, salt: str) -> bool:
@@ -214,6 +226,13 @@ class HostNamespaces:
             self._inform(f"up to {longest} draft tokens per step from the namespace {welcome.namespace_state}")
             if advice := welcome.namespace_state.advice('set "namespace" to "{}"'):
                 self._report_once("namespace", advice)
+
+
+def _close(drafter: HostDrafter) -> threading.Thread:
+    """Close a drafter in a thread of its own, and return this."""
+    thread = threading.Thread(target=drafter.close, name="ssd-close", daemon=True)
+    thread.start()
+    return thread
 
 
 def namespace_name(settings: PluginSettings, adapter: str, salt: str) -> str:

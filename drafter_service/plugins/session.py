@@ -50,7 +50,7 @@ class DraftCounters:
     steps: int = 0
     """Steps of requests: each produced one token besides the accepted ones."""
     drafted: int = 0
-    """Draft tokens that the host got."""
+    """Draft tokens that the host was given, which may verify fewer."""
     verified: int = 0
     """Draft tokens that the host verified."""
     accepted: int = 0

@@ -63,6 +63,8 @@ class SsdDraftModel:
         """The draft that the host got after it."""
         self._clock = StepClock(self._session)
         reason = untested("llama-cpp-python", llama_cpp.__version__, TESTED)
+        if getattr(llama, "_is_recurrent", False) or getattr(llama, "_is_hybrid", False):
+            reason = "llama-cpp-python cannot remove rejected tokens from the state of a recurrent or hybrid model"
         self._is_supported = not reason
         if reason:
             LOG.warning(f"{reason}; continuing without drafts")

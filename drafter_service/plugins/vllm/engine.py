@@ -103,13 +103,26 @@ class OptionsReader:
         self._warn = warn
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="ssd-adapters")
         self._fingerprints: dict[tuple[str, str], Future[str]] = {}
+        self._has_failed = False
 
     def options_of(self, request: Any) -> RequestOptions | None:
         """Return the options of a `Request`, apart from those in its `extra_args`; None if it has no drafts.
 
-        It has none if its prompt has no tokens, if it generates none, or while the file of its adapter is being read.
+        It has none if its prompt has no tokens or is streamed, if it generates none, while the file of its adapter is
+        being read, or if its options cannot be read.
         """
+        try:
+            return self._options_of(request)
+        except Exception as problem:  # It would end a step of the host.
+            if not self._has_failed:
+                self._warn(f"options of a request cannot be read ({type(problem).__name__}); it has no drafts")
+            self._has_failed = True
+            return None
+
+    def _options_of(self, request: Any) -> RequestOptions | None:
         if request.sampling_params is None or request.prompt_embeds is not None:
+            return None
+        if request.resumable:  # Each part of its prompt has options of its own, and may be private.
             return None
         if (adapter := self.fingerprint(request.lora_request)) is None:
             return None
@@ -135,8 +148,9 @@ class OptionsReader:
         """Return the fingerprint of a file; name and path if it cannot be read, as with one that only vLLM resolves."""
         try:
             return fingerprint(Path(path) / ADAPTER_FILE)
-        except UserError as problem:
-            self._warn(f"{problem}; the adapter is identified by its name and path")
+        except Exception as problem:
+            reason = problem if isinstance(problem, UserError) else f"cannot read {path} ({type(problem).__name__})"
+            self._warn(f"{reason}; the adapter is identified by its name and path")
             return f"{name}:{path}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from drafter_service.plugins.options import End
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.vllm.scheduler import REPORT
 
@@ -90,6 +91,9 @@ class WorkerDrafts:
                 text = self._texts.pop(request_id, None)
                 self._given.pop(request_id, None)
                 if text is not None:
+                    if end is End.FINISHED and length < len(text.tokens):
+                        # By `repetition_detection`. The drafter may know tokens that the client did not get.
+                        end = End.CANCELLED
                     self.session.finish(request_id, text.tokens[:length], end)
             for new in scheduler_output.scheduled_new_reqs:
                 if (options := report.started.get(new.req_id)) is None:

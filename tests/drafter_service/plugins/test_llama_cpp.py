@@ -141,6 +141,16 @@ def test_an_untested_version_has_no_drafts(llama, log, monkeypatch):
     assert log.messages == ["ssd-drafter: llama-cpp-python 0.1 was not tested, only 0.3.36; continuing without drafts"]
 
 
+@pytest.mark.parametrize("kind", ["_is_recurrent", "_is_hybrid"])
+def test_models_that_cannot_take_tokens_back_have_no_drafts(llama, log, monkeypatch, kind):
+    monkeypatch.setattr(llama, kind, True, raising=False)
+    with SsdDraftModel(llama, sidecar="embedded", capacity=20_000) as ssd:
+        assert ssd(np.array([1, 2, 3, 1, 2], np.intc)).tolist() == []
+        assert ssd.counters.steps == 0
+    (line,) = log.messages
+    assert line.endswith("a recurrent or hybrid model; continuing without drafts")
+
+
 def test_models_are_told_apart_by_their_vocabularies(llama, tmp_path, monkeypatch, log):
     first = model_of(llama, None)
     assert (first.name, first.vocab_size) == ("tiny", VOCAB_SIZE)

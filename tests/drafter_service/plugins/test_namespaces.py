@@ -1,9 +1,14 @@
-"""Which losses of connections are worth a line of a host's log."""
+"""Which losses of connections are worth a line of a host's log, and how drafters are closed."""
+
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from drafter_service.client.copies import TRUSTED_S
-from drafter_service.plugins.namespaces import ConnectionLog
+from drafter_service.plugins.namespaces import ConnectionLog, HostNamespaces
+from drafter_service.plugins.options import HostLimits
+from drafter_service.plugins.settings import PluginSettings
 
 LOST = "no connection to the drafter at unix:/run/ssd.sock ({}); continuing without drafts"
 RESUMED = "reconnected to the drafter at unix:/run/ssd.sock; drafting resumes"
@@ -44,3 +49,32 @@ def test_a_loss_says_what_drafts_come_from_meanwhile(reports):
     log.lost("connection reset", is_refused=False)
     (line,) = reports
     assert f"with drafts from the copy for at most {TRUSTED_S:.0f} s, then from running requests" in line
+
+
+def namespaces_of(drafters):
+    """Return namespaces that have these drafters, one each."""
+    made = HostNamespaces(PluginSettings(), HostLimits(8, 50), print, print, lambda _, salt: drafters[int(salt)])
+    for number in range(len(drafters)):
+        made.find("", str(number))
+    return made
+
+
+def test_drafters_are_closed_at_the_same_time(monkeypatch):
+    monkeypatch.setattr("drafter_service.plugins.namespaces.CLOSE_S", 60)
+    closing, closed = threading.Barrier(3), []
+
+    def close():
+        closing.wait(10)
+        closed.append(True)
+
+    namespaces_of([SimpleNamespace(close=close)] * 3).close()
+    assert len(closed) == 3
+
+
+def test_a_drafter_that_does_not_close_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("drafter_service.plugins.namespaces.CLOSE_S", 0.01)
+    may_close = threading.Event()
+    namespaces = namespaces_of([SimpleNamespace(close=lambda: may_close.wait(60))] * 3)
+    namespaces.close()
+    assert (may_close.is_set(), len(namespaces.opened)) == (False, 0)
+    may_close.set()

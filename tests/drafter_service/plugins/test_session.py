@@ -171,6 +171,17 @@ def test_namespaces_are_few_and_the_one_that_was_not_used_for_longest_makes_room
         host.add(name, LOOP, RequestOptions(salt=name))
         assert host.told(name) is not None
     assert [salt for _, salt in host.session.namespaces.opened] == [*names[2:], names[0], "next"]
+    assert "of unused ones is forgotten" in host.reports[1]
+
+
+def test_requests_without_salt_keep_their_namespace(host):
+    for salt in ("", *map(str, range(MAX_NAMESPACES + 1)), ""):
+        host.add(salt, LOOP, RequestOptions(salt=salt))
+        host.step([salt])
+        host.end(salt)
+    assert len(host.session.namespaces.opened) == MAX_NAMESPACES + 1
+    assert len(host.drafters["", ""].learned) == 2
+    assert [line for line in host.reports if "too many" in line] == []
 
 
 def test_sessions_of_two_users_differ():

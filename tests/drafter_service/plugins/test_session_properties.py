@@ -115,7 +115,7 @@ class HostMachine(RuleBasedStateMachine):
     def is_bounded(self):
         session = self.host.session
         assert session.running <= LIMITS.max_requests
-        assert len(session.namespaces.opened) <= MAX_NAMESPACES
+        assert len(session.namespaces.opened) <= MAX_NAMESPACES + 1
         tracked = [each for each in session._requests.values() if each.namespace is not None]
         for drafter in self.host.drafters.values():
             own = [each.sequence_id for each in tracked if each.namespace.drafter is drafter]

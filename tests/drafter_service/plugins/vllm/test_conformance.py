@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from drafter_service.plugins.options import End
 from drafter_service.plugins.vllm.__main__ import main
 from drafter_service.plugins.vllm.variants import SETUPS, Variant, choose
 from tests.drafter_service.plugins.helpers import corpus_of, plain
@@ -252,6 +253,7 @@ def test_the_drafter_learns_what_the_client_got(make_engine, monkeypatch, stop):
     def record(request_id, text, end):
         # The drafter has learned nothing beyond the end.
         assert session._requests[request_id].reported <= len(text)
+        assert end is End.FINISHED
         learned[request_id] = list(text)
         finish(request_id, text, end)
 
@@ -263,6 +265,18 @@ def test_the_drafter_learns_what_the_client_got(make_engine, monkeypatch, stop):
     engine.run()
     assert learned == {name: [*PROMPTS[name], *output] for name, output in engine.outputs.items()}
     assert {len(output) < 40 for output in engine.outputs.values()} == {bool(stop)}
+
+
+def test_a_request_whose_prompt_is_streamed_is_not_remembered(make_engine):
+    """Each part has options of its own; the last one ends the request."""
+    engine = make_engine()
+    engine.add("a", PROMPTS["a"], 8, resumable=True)
+    engine.step()
+    engine.add("a", PROMPTS["b"], 8, resumable=True, extra_args={"ssd_private": True})
+    engine.add("a", [], 8)
+    engine.run()
+    assert len(engine.outputs["a"]) >= 8
+    assert (corpus_of(session_of(engine)).tokens, session_of(engine).counters.drafted) == (0, 0)
 
 
 def test_options_and_salts(make_engine):

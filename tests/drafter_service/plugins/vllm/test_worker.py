@@ -18,7 +18,7 @@ from drafter_service.plugins.vllm.scheduler import REPORT, StepReport
 from drafter_service.plugins.vllm.worker import draft_rows
 from drafter_service.plugins.vllm.worker_drafts import RECENT_STEPS, WorkerDrafts
 from ssd.budget.padding import Padding
-from tests.drafter_service.plugins.helpers import lines_of, use_equal_steps
+from tests.drafter_service.plugins.helpers import corpus_of, lines_of, use_equal_steps
 from tests.drafter_service.plugins.vllm.host import ASYNC, Engine, vllm_config
 
 MAX_DRAFT, VOCAB_SIZE, CONTEXT_WINDOW = 4, 50, 100
@@ -107,6 +107,14 @@ def test_tokens_after_the_end_that_the_scheduler_reports_are_cut(drafts, monkeyp
     after_step(drafts, [3, 1, 2])
     drafts.update(output(ended={"a": (End.ABORTED, len(LOOP) + 2)}))
     assert told == [("a", [*LOOP, 3, 1], End.ABORTED)]
+
+
+def test_an_output_that_the_host_ended_for_a_reason_of_its_own_is_not_learned(drafts):
+    for name, length in (("a", 3), ("b", 1)):
+        drafts.update(output((name, [])))
+        drafts.after_step([name], np.array([[3, 1, 2]]), np.array([3]), np.array([0]), np.empty((1, 0), np.int64), 3)
+        drafts.update(output(ended={name: (End.FINISHED, len(LOOP) + length)}))
+    assert corpus_of(drafts.session).requests == 1
 
 
 def test_a_preempted_request_goes_on_with_the_text_of_the_scheduler(drafts, monkeypatch):
