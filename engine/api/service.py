@@ -20,7 +20,7 @@ from engine.api.metrics import EngineCollector, Metrics
 from engine.api.repeats import request_id_of
 from engine.api.schemas import SamplingFields
 from engine.api.tool_formats import ToolFormat
-from engine.models.tokenizer import ChatPrompts, Tokenizer
+from engine.models.tokenizer import LONG_TEXT, ChatPrompts, Tokenizer
 from engine.sampling.grammar import Grammar
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request, SamplingParams, parse_drafters, sample_seed
@@ -34,9 +34,6 @@ SAMPLING = (
     "min_tokens", "ignore_eos", "verification",
 )  # fmt: skip
 """Parameters with the same name in requests and in `SamplingParams`."""
-
-LONG_TEXT = 10_000
-"""Number of characters that take about 10 ms to tokenize."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ PROMPT_TAIL = 8
 """Number of prompt tokens to decode before the output; some vocabularies drop a space at the start of a text."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoded form of bytes that are not a complete character."""
+LONG_TEXT = 10_000
+"""Number of characters that take about 10 ms to tokenize."""
 MAX_HELD, MAX_UNFINISHED = 16, 3
 """Largest number of tokens whose text is held back, and of bytes of an unfinished character."""
 
@@ -78,9 +80,11 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise UserError("the prompt is not valid Unicode; encode it as UTF-8") from None
-        # `encode` would keep other threads from running.
-        encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return np.array(encoded[0].ids, dtype=np.uint32)
+        if len(text) < LONG_TEXT:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # `encode` keeps other threads from running.
+            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return np.array(ids, dtype=np.uint32)
 
     def decode(self, tokens: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, uint32 [N], by default without special tokens."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.models.tokenizer import MAX_HELD, UNFINISHED, Detokenizer, Tokenizer
+from engine.models.tokenizer import LONG_TEXT, MAX_HELD, UNFINISHED, Detokenizer, Tokenizer
 from tests.strategies import array
 
 BYTE_CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -154,3 +154,10 @@ def test_a_completion_keeps_its_leading_space(tmp_path):
     tokenizer, [word] = saved(FALLBACK, tmp_path), fallback_ids("\u2581cat")
     assert tokenizer.decode(array([word])) == "cat"
     assert tokenizer.decode_behind(array(fallback_ids("\u2581the")), array([word])) == " cat"
+
+
+def test_long_texts_have_the_same_tokens(tmp_path):
+    tokenizer, text = saved(BYTES, tmp_path), "é猫 x\n" * (LONG_TEXT // 5)
+    assert len(text) >= LONG_TEXT
+    parts = tokenizer.encode(text[: LONG_TEXT // 2]), tokenizer.encode(text[LONG_TEXT // 2 :])
+    assert np.array_equal(tokenizer.encode(text), np.concatenate(parts))
