@@ -50,7 +50,7 @@ class Replication:
         # not contain them.
         self._name = secrets.token_bytes(8)
         self._replicated: dict[str, ReplicatedNamespace] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[ReplicatedNamespace, asyncio.Task[None]] = {}
         self._past = SharedLogReport(is_connected=True)
         """Totals of namespaces that were unloaded."""
 
@@ -64,7 +64,7 @@ class Replication:
 
     async def stop(self) -> None:
         """Disconnect, after all namespaces have been removed."""
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._closing.values())
         if self._client is not None:
             await self._client.aclose()
 
@@ -79,17 +79,19 @@ class Replication:
         """Stop replicating a namespace that is unloaded."""
         replicated = self._replicated.pop(namespace.name, None)
         if replicated is not None:
-            self._past = _sum(self._past, replicated.facts().model_copy(update={"is_connected": True, "lag_s": 0.0}))
-            task = asyncio.get_running_loop().create_task(replicated.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing[replicated] = asyncio.get_running_loop().create_task(self._close(replicated))
+
+    async def _close(self, replicated: ReplicatedNamespace) -> None:
+        await replicated.close()
+        del self._closing[replicated]
+        self._past = _sum(self._past, replicated.facts().model_copy(update={"is_connected": True, "lag_s": 0.0}))
 
     def facts(self) -> SharedLogReport | None:
         """Return the state of the log; None without one."""
         if self._client is None:
             return None
         total = self._past
-        for replicated in self._replicated.values():
+        for replicated in (*self._replicated.values(), *self._closing):
             total = _sum(total, replicated.facts())
         return total
 
@@ -105,7 +107,8 @@ class ReplicatedNamespace:
         reader = Reader(stream, self._log.counters, bound, after=_position(namespace))
         # The namespace must not refer to this object: a cycle would keep an unloaded corpus in memory.
         namespace.log_position = lambda: str(reader.position)
-        namespace.publish = self._log.publish
+        namespace.publish, namespace.is_published = self._log.publish, self._log.is_published
+        namespace.has_unpublished = self._log.has_unpublished
         self._reader = reader
         self._reading = asyncio.get_running_loop().create_task(reader.run(self._take))
         self._reading.add_done_callback(self._log_failure)

@@ -18,7 +18,7 @@ from drafter_service.auth.callers import (
 )
 from drafter_service.server.disk import LoadError
 from drafter_service.server.feed import UnwrittenError
-from drafter_service.server.namespace import ClosedError, IdentityError
+from drafter_service.server.namespace import ClosedError, IdentityError, UnpublishedError
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import PROTOCOL, WireError
@@ -43,6 +43,7 @@ REFUSALS: dict[type[Exception], grpc.StatusCode] = {
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
     SnapshotError: grpc.StatusCode.FAILED_PRECONDITION,
     UnwrittenError: grpc.StatusCode.UNAVAILABLE,
+    UnpublishedError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 """gRPC status codes of the exceptions that end a stream or a call; those of derived classes are the same."""
 

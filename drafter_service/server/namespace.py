@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, TypeVar, cast
@@ -60,6 +60,20 @@ class IdentityError(ValueError):
 
 class ClosedError(RuntimeError):
     """The namespace was unloaded."""
+
+
+class UnpublishedError(RuntimeError):
+    """Text was forgotten here, and the shared log does not have the event that tells the other sidecars."""
+
+    def __init__(self, done: str) -> None:
+        super().__init__(
+            f"{done}, but not by the other sidecars: the shared log did not take the event, which waits in memory; "
+            "repeat the command when the log is back"
+        )
+
+
+async def _is_published() -> bool:
+    return True
 
 
 class Forgotten(NamedTuple):
@@ -143,6 +157,10 @@ class Namespace:
         """Changes for clients that draft from a copy."""
         self.publish: Callable[[Event], None] = lambda _: None
         """Function that writes an event to the shared log."""
+        self.is_published: Callable[[], Awaitable[bool]] = _is_published
+        """Function that returns whether the shared log has all events; it waits a few seconds for that."""
+        self.has_unpublished: Callable[[], bool] = lambda: False
+        """Function that returns whether events wait until the shared log can be reached."""
         self._learned = corpus.request_times()
         """Hashes of names, with the times when they were learned."""
         self._forgotten: dict[int, Forgotten] = {}
