@@ -230,6 +230,7 @@ async def test_an_entry_is_not_added_again_if_it_could_not_be_trimmed(monkeypatc
             await one.publish(request("a"))
             await one.publish(Event(Kind.DROPPED, 1.0), request("b"))
             assert (len(lost), one.log.counters.errors, client.xlen(KEY)) == (1, 1, 1)
+            assert client.info("commandstats")["cmdstat_xadd"]["calls"] == 2
 
 
 @asynccontextmanager
