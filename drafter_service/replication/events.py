@@ -31,7 +31,7 @@ class Kind(IntEnum):
     FORGOTTEN_BEFORE = 2
     """Everything that finished before `time` is to be forgotten."""
     DROPPED = 3
-    """The namespace is to be forgotten with everything that finished up to `time`."""
+    """Everything is to be forgotten that finished before `time` or is in an earlier entry."""
 
 
 class Event(NamedTuple):

@@ -68,14 +68,6 @@ class Extent(NamedTuple):
     """The newest entry ever added, even if it was trimmed; `OLDEST` if there was none."""
 
 
-class Addition(NamedTuple):
-    """An entry to add."""
-
-    fields: dict[bytes, bytes]
-    trim_before: float | None = None
-    """Trim earlier entries that were added before this time, in seconds since 1970."""
-
-
 def connect(url: str) -> Redis:
     """Return a client, which has not connected yet. Raises UserError for an unusable URL, or without redis-py."""
     try:
@@ -120,18 +112,20 @@ class RedisStream:
         # In a cluster the part in braces determines the node of a key.
         self._key = f"ssd:{{{prefix}}}:{namespace}"
 
-    async def add(self, additions: Sequence[Addition]) -> None:
-        """Add entries in order. After an error any subset of them may have been added."""
+    async def add(self, entries: Sequence[Mapping[bytes, bytes]]) -> list[LogPosition]:
+        """Add entries in order, and return their positions. After an error any subset may have been added."""
         async with _redis_call(TIMEOUT_S):
             pipeline = self._client.pipeline(transaction=False)
-            for addition in additions:
-                fields: dict[Any, Any] = {**addition.fields}
+            for entry in entries:
+                fields: dict[Any, Any] = {**entry}
                 pipeline.xadd(self._key, fields)
-            positions = [_position(answer) for answer in await pipeline.execute()]
-            for addition, position in zip(additions, positions, strict=True):
-                if addition.trim_before is not None:
-                    oldest_kept = _oldest_kept(addition.trim_before, position)
-                    await self._client.xtrim(self._key, minid=str(oldest_kept), approximate=False)
+            return [_position(answer) for answer in await pipeline.execute()]
+
+    async def trim_before(self, moment: float, position: LogPosition) -> None:
+        """Remove the entries before a position that were added before a time, in seconds since 1970."""
+        async with _redis_call(TIMEOUT_S):
+            oldest_kept = _oldest_kept(moment, position)
+            await self._client.xtrim(self._key, minid=str(oldest_kept), approximate=False)
 
     async def read(
         self, after: LogPosition, most: int, *, wait: bool
@@ -173,7 +167,7 @@ def _oldest_kept(trim_before: float, position: LogPosition) -> LogPosition:
     """Return the oldest entry to keep among those up to `position`, which is always kept."""
     if trim_before * 1000 > position.ms:
         return position
-    return LogPosition(max(0, int(trim_before * 1000)), 0)
+    return LogPosition(int(max(0.0, trim_before * 1000)), 0)
 
 
 @asynccontextmanager
@@ -198,9 +192,11 @@ class Retry:
         """Whether the last attempt failed."""
         return self._failures > 0
 
-    async def pause(self, problem: LogUnavailable) -> None:
-        """Record a failed attempt, and wait until the next one."""
-        if self._failures == 0:
+    async def pause(self, problem: Exception) -> None:
+        """Record a failed attempt, and wait until the next one. Every exception but LogUnavailable is logged."""
+        if not isinstance(problem, LogUnavailable):
+            self._logger.error("shared_log_task_failed", exc_info=problem)
+        elif self._failures == 0:
             self._logger.warning("shared_log_unavailable", error=str(problem))
         self._counters.errors += 1
         longest = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, MAX_DOUBLINGS))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from drafter_service.observability.report.schema import SharedLogReport
-from drafter_service.replication.events import Kind, LogEntry
+from drafter_service.replication.events import Event, Kind, LogEntry
 from drafter_service.replication.redis_stream import (
     OLDEST,
     LogPosition,
@@ -26,12 +26,17 @@ from drafter_service.replication.redis_stream import (
 from drafter_service.replication.shared_log import NamespaceLog, Reader
 from drafter_service.server.namespace import Namespace
 from drafter_service.settings.tree import LogConfig
+from ssd.corpus.ring import has_invalid_token
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 BYTES_PER_TOKEN = 4
 """Size of a token in the log, in bytes."""
+EVENTS_PER_TURN = 32
+"""Number of events that are applied before other tasks of the event loop run."""
+TICK_S = 1e-6
+"""Resolution of times. Today's have one of 2.4e-7 s as floats."""
 
 logger = structlog.get_logger(__name__)
 
@@ -46,11 +51,10 @@ class Replication:
         """
         self._config = config
         self._client: Redis | None = None if config.url is None else connect(config.url)
-        # A restarted process has another name, so that it reads the entries that it published before: its snapshot may
-        # not contain them.
+        # A restarted process has another name: its snapshot may contain what entries that it published before forget.
         self._name = secrets.token_bytes(8)
         self._replicated: dict[str, ReplicatedNamespace] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[ReplicatedNamespace, asyncio.Task[None]] = {}
         self._past = SharedLogReport(is_connected=True)
         """Totals of namespaces that were unloaded."""
 
@@ -64,7 +68,7 @@ class Replication:
 
     async def stop(self) -> None:
         """Disconnect, after all namespaces have been removed."""
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._closing.values())
         if self._client is not None:
             await self._client.aclose()
 
@@ -79,17 +83,19 @@ class Replication:
         """Stop replicating a namespace that is unloaded."""
         replicated = self._replicated.pop(namespace.name, None)
         if replicated is not None:
-            self._past = _sum(self._past, replicated.facts().model_copy(update={"is_connected": True, "lag_s": 0.0}))
-            task = asyncio.get_running_loop().create_task(replicated.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing[replicated] = asyncio.get_running_loop().create_task(self._close(replicated))
+
+    async def _close(self, replicated: ReplicatedNamespace) -> None:
+        await replicated.close()
+        del self._closing[replicated]
+        self._past = _sum(self._past, replicated.facts().model_copy(update={"is_connected": True, "lag_s": 0.0}))
 
     def facts(self) -> SharedLogReport | None:
         """Return the state of the log; None without one."""
         if self._client is None:
             return None
         total = self._past
-        for replicated in self._replicated.values():
+        for replicated in (*self._replicated.values(), *self._closing):
             total = _sum(total, replicated.facts())
         return total
 
@@ -103,12 +109,16 @@ class ReplicatedNamespace:
         self._namespace, self._log = namespace, NamespaceLog(stream, bound, name=name, max_bytes=max_bytes)
         self._name = name
         reader = Reader(stream, self._log.counters, bound, after=_position(namespace))
+        if reader.position != OLDEST:
+            reader.newest = namespace.newest_time
         # The namespace must not refer to this object: a cycle would keep an unloaded corpus in memory.
         namespace.log_position = lambda: str(reader.position)
-        namespace.publish = self._log.publish
+        namespace.publish, namespace.is_published = self._log.publish, self._log.is_published
+        namespace.has_unpublished = self._log.has_unpublished
         self._reader = reader
+        self._fits = True
+        """Whether all entries so far have tokens of the namespace's vocabulary."""
         self._reading = asyncio.get_running_loop().create_task(reader.run(self._take))
-        self._reading.add_done_callback(self._log_failure)
 
     async def close(self) -> None:
         """Publish waiting events if that takes little time, and stop."""
@@ -124,31 +134,46 @@ class ReplicatedNamespace:
         return self._log.counters.model_copy(update={"is_connected": is_connected, "lag_s": self._reader.lag_s})
 
     async def _take(self, entry: LogEntry) -> None:
-        namespace, counters = self._namespace, self._log.counters
-        events = entry.events
-        if entry.writer == self._name:
-            # A namespace that was dropped or unloaded since does not know what its own entries forget.
-            events = [
-                event for event in events if event.kind is not Kind.FINISHED and not namespace.has_forgotten(event)
-            ]
-            await asyncio.sleep(0)
-        for event in events:
-            await namespace.wait_for_room()
-            match event.kind:
-                case Kind.FINISHED:
-                    name, time = event.request or None, event.time
-                    if namespace.learn(event.tokens, name, event.tag, finished_at=time, is_from_log=True):
-                        counters.consumed_tokens += len(event.tokens)
-                    elif namespace.has_learned(name):
-                        counters.duplicates += 1
-                case Kind.FORGOTTEN:
-                    namespace.forget(event.request, logged_at=event.time)
-                case _:
-                    namespace.forget_before(event.time, is_from_log=True)
+        # A namespace that was dropped, unloaded or set aside since does not know what its own entries teach and forget.
+        is_own, fits = entry.writer == self._name, self._check_vocabulary(entry)
+        for index, event in enumerate(entry.events):
+            if index % EVENTS_PER_TURN == 0:
+                await asyncio.sleep(0)
+            await self._namespace.wait_for_room()
+            if event.kind is not Kind.FINISHED:
+                self._forget(event, is_own)
+            elif fits:
+                self._learn(event, is_own)
 
-    def _log_failure(self, reading: asyncio.Task[None]) -> None:
-        if not reading.cancelled() and reading.exception() is not None:
-            logger.error("reading the shared log failed", namespace=self._namespace.name, exc_info=reading.exception())
+    def _learn(self, event: Event, is_own: bool) -> None:
+        namespace, counters, name = self._namespace, self._log.counters, event.request or None
+        if namespace.learn(event.tokens, name, event.tag, finished_at=event.time, is_from_log=True):
+            counters.consumed_tokens += len(event.tokens)
+        elif not is_own and namespace.has_learned(name):
+            counters.duplicates += 1
+
+    def _forget(self, event: Event, is_own: bool) -> None:
+        moment = event.time
+        if event.kind is Kind.DROPPED:
+            # Clocks differ: text of an earlier entry may have a later time.
+            moment = max(moment, self._reader.newest + TICK_S)
+        if is_own and self._namespace.has_forgotten(event._replace(time=moment)):
+            return
+        if event.kind is Kind.FORGOTTEN:
+            self._namespace.forget(event.request, logged_at=event.time)
+        else:
+            self._namespace.forget_before(moment, logged_at=event.time)
+
+    def _check_vocabulary(self, entry: LogEntry) -> bool:
+        """Return whether the tokens are of the namespace's vocabulary, as far as it is known; count it if not."""
+        vocab_size = self._namespace.model.vocab_size
+        if not vocab_size or not any(has_invalid_token(event.tokens, vocab_size) for event in entry.events):
+            return True
+        self._log.counters.malformed += 1
+        if self._fits:
+            self._fits = False
+            logger.warning("shared_log_has_another_vocabulary", namespace=self._namespace.name, vocab_size=vocab_size)
+        return False
 
 
 def _position(namespace: Namespace) -> LogPosition:

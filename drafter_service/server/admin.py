@@ -13,7 +13,7 @@ import structlog
 from drafter_service.auth.callers import AuthorizedCall, Right
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.report.build import build_report
-from drafter_service.server.namespace import Namespace
+from drafter_service.server.namespace import Namespace, UnpublishedError
 from drafter_service.server.namespaces import NamespaceError, Namespaces
 from drafter_service.server.naming import KnownNamespace, is_default
 from drafter_service.server.requests import read_model, read_texts
@@ -51,7 +51,7 @@ class Admin:
             return response
 
     async def forget(self, request: pb.ForgetRequest, authorized: AuthorizedCall) -> pb.ForgetResponse:
-        """Forget text, wait until no draft can contain it, and save the namespace again."""
+        """Forget text, wait until no draft can contain it, save the namespace again, and tell the other sidecars."""
         authorized.require(Right.ADMIN, request.namespace)
         what = request.WhichOneof("what")
         if what is None:
@@ -64,7 +64,7 @@ class Admin:
                 command = namespace.forget(request.request_id)
             else:
                 # Not "until now": text may have been learned while the clock was ahead.
-                moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
+                moment = max(0.0, time.time() - request.older_than_s) if what == "older_than_s" else math.inf
                 command = namespace.forget_before(moment)
             await namespace.refresh()
             is_saved = self._namespaces.store is not None
@@ -76,6 +76,8 @@ class Admin:
                         f"the text is forgotten in memory, but {problem}; until that is saved again, the text is "
                         "still on disk"
                     ) from None
+            if not await namespace.is_published():
+                raise UnpublishedError("the text is forgotten by this service")
             return pb.ForgetResponse(
                 snapshot_saved=is_saved,
                 texts=command.requests,

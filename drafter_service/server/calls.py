@@ -19,7 +19,7 @@ from drafter_service.auth.callers import (
 )
 from drafter_service.server.disk import LoadError, in_thread
 from drafter_service.server.feed import UnwrittenError
-from drafter_service.server.namespace import ClosedError, IdentityError
+from drafter_service.server.namespace import ClosedError, IdentityError, UnpublishedError
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError
 from drafter_service.server.requests import TOO_MANY_TEXTS, has_few_fields
 from drafter_service.stubs import drafter_pb2 as pb
@@ -53,6 +53,7 @@ REFUSALS: dict[type[Exception], grpc.StatusCode] = {
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
     SnapshotError: grpc.StatusCode.FAILED_PRECONDITION,
     UnwrittenError: grpc.StatusCode.UNAVAILABLE,
+    UnpublishedError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 """gRPC status codes of the exceptions that end a stream or a call; those of derived classes are the same."""
 

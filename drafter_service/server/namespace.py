@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, TypeVar, cast
@@ -61,6 +61,20 @@ class IdentityError(ValueError):
 
 class ClosedError(RuntimeError):
     """The namespace was unloaded."""
+
+
+class UnpublishedError(RuntimeError):
+    """Text was forgotten here, and the shared log does not have the event that tells the other sidecars."""
+
+    def __init__(self, done: str) -> None:
+        super().__init__(
+            f"{done}, but not by the other sidecars: the shared log did not take the event, which waits in memory; "
+            "repeat the command when the log is back"
+        )
+
+
+async def _is_published() -> bool:
+    return True
 
 
 class Forgotten(NamedTuple):
@@ -146,6 +160,10 @@ class Namespace:
         """Changes for clients that draft from a copy."""
         self.publish: Callable[[Event], None] = lambda _: None
         """Function that writes an event to the shared log."""
+        self.is_published: Callable[[], Awaitable[bool]] = _is_published
+        """Function that returns whether the shared log has all events; it waits a few seconds for that."""
+        self.has_unpublished: Callable[[], bool] = lambda: False
+        """Function that returns whether events wait until the shared log can be reached."""
         self._learned = corpus.request_times() if learned is None else learned
         """Hashes of names, with the times when they were learned."""
         self._forgotten: dict[int, Forgotten] = {}
@@ -258,6 +276,11 @@ class Namespace:
         """Return whether a text of this name was learned; False for None."""
         return request_id is not None and hash_of(request_id) in self._learned
 
+    @property
+    def newest_time(self) -> float:
+        """Newest time of a text that was learned, in seconds since 1970; -inf if there is none."""
+        return max(self._learned.values(), default=-math.inf)
+
     def was_forgotten(self, request_id: str, age_s: float) -> bool:
         """Return whether a name was forgotten in the last `age_s` seconds."""
         forgotten = self._forgotten.get(hash_of(request_id))
@@ -289,13 +312,12 @@ class Namespace:
         # equal texts.
         name = request_id or secrets.token_hex(8)
         is_learned = self.corpus.append(tokens, name, tag, time=finished_at)
-        if request_id is not None and is_learned:
-            self._learned[hash_of(request_id)] = finished_at
+        if is_learned:
+            self._learned[hash_of(name)] = finished_at
             kept = max(MIN_NAMES, self.corpus.requests + self.corpus.waiting_requests)
             if len(self._learned) > kept + MIN_NAMES // 8:
                 for oldest in list(islice(self._learned, MIN_NAMES // 8)):
                     del self._learned[oldest]
-        if is_learned:
             text = pb.FinishedText(tokens=pack(tokens, "u4"), request_id=name, time=finished_at, tag=tag)
             self.feed.add(pb.Change(finished=text))
         if not is_from_log:
@@ -338,12 +360,13 @@ class Namespace:
         """Forget the text of a name, including that of running sequences; effective, and counted, after `refresh`.
 
         logged_at: when another sidecar was told to, in seconds since 1970, if that was read from the shared log, so
-        that it is not written there; None: this one is told to, now.
+        that it is not written there; None: this one is told to, now. A text that finished later is forgotten, too: it
+        ran at that time, here or at another sidecar, or the clocks differ. Then the log has to have the later time.
         """
-        told_at, name = self.corpus.clock() if logged_at is None else logged_at, hash_of(request_id)
-        if logged_at is None:
+        name = hash_of(request_id)
+        told_at = max(self.corpus.clock() if logged_at is None else logged_at, self._learned.pop(name, -math.inf))
+        if told_at != logged_at:
             self.publish(Event(Kind.FORGOTTEN, told_at, request_id))
-        self._learned.pop(name, None)
         before = self._forgotten.pop(name, None)
         told_at = told_at if before is None else max(told_at, before.told_at)
         self._forgotten[name] = Forgotten(told_at, time.monotonic())
@@ -355,11 +378,11 @@ class Namespace:
         command.requests += running
         return command
 
-    def forget_before(self, moment: float, *, is_from_log: bool = False) -> Forget:
-        """Forget text learned before a time, in seconds since 1970, as `forget`."""
-        told = moment if is_from_log else min(moment, self.corpus.clock())
-        if not is_from_log:
-            self.publish(Event(Kind.FORGOTTEN_BEFORE, told))
+    def forget_before(self, moment: float, *, logged_at: float | None = None) -> Forget:
+        """Forget text learned before a time, in seconds since 1970; math.inf: everything. See `forget`."""
+        told = min(moment, self.corpus.clock() if logged_at is None else logged_at)
+        if logged_at is None:
+            self.publish(Event(Kind.FORGOTTEN_BEFORE if moment < math.inf else Kind.DROPPED, told))
         self._forgotten_before = max(self._forgotten_before, told)
         self._learned = {name: time for name, time in self._learned.items() if time >= moment}
         for drafter in self.drafters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,7 +17,7 @@ from drafter_service.auth.callers import Caller, Right
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.replication.events import Event, Kind
 from drafter_service.server.disk import DiskThreads, LoadError, finished
-from drafter_service.server.namespace import ClosedError, IdentityError, Namespace
+from drafter_service.server.namespace import ClosedError, IdentityError, Namespace, UnpublishedError
 from drafter_service.server.naming import KnownNamespace, find_default, find_other
 from drafter_service.server.store import NAME, Description, Store, Stored
 from drafter_service.settings.tree import ServiceConfig
@@ -273,11 +274,16 @@ class Namespaces:
         await self._for_each(lambda namespace: namespace.is_changed, self.save)
 
     async def unload_idle(self, idle_s: float) -> None:
-        """Save and unload the namespaces that were not used for `idle_s` seconds; failures as in `save_changed`."""
-        await self._for_each(
-            lambda namespace: namespace.is_idle and time.monotonic() - namespace.last_used >= idle_s,
-            self._save_and_unload,
-        )
+        """Save and unload the namespaces that were not used for `idle_s` seconds; failures as in `save_changed`.
+
+        Those with events that the shared log does not have are kept.
+        """
+
+        def is_due(namespace: Namespace) -> bool:
+            is_unused = namespace.is_idle and time.monotonic() - namespace.last_used >= idle_s
+            return is_unused and not namespace.has_unpublished()
+
+        await self._for_each(is_due, self._save_and_unload)
 
     async def _for_each(
         self, is_due: Callable[[Namespace], bool], act: Callable[[Namespace], Awaitable[object]]
@@ -294,7 +300,7 @@ class Namespaces:
     async def drop(self, name: str) -> bool:
         """Delete a namespace, with its files that were set aside; return whether it existed.
 
-        It need not be readable. Raises LoadError, and SnapshotError if files could not be deleted.
+        It need not be readable. Raises LoadError, SnapshotError if files could not be deleted, and UnpublishedError.
         """
         if not await self.exists(name):
             return False
@@ -322,6 +328,11 @@ class Namespaces:
                     await self._disk.run(self.store.delete, name)
                 except (OSError, RuntimeError) as problem:
                     raise SnapshotError(f"files of namespace {name!r} cannot be deleted: {problem}") from None
+            if not await namespace.is_published():
+                # An empty one keeps the event, and can be dropped again.
+                self._reserved[name] = max_bytes(self.drafting(name).capacity)
+                self._opened(name, ModelIdentity(), Stored(None, None)).forget_before(math.inf)
+                raise UnpublishedError(f"namespace {name!r} is dropped by this service")
             return True
 
     async def close(self) -> None:
@@ -430,7 +441,7 @@ class Namespaces:
                     f"limit of {limit:,} are in use: raise --memory-limit, or lower --capacity"
                 )
             try:
-                await self._save_and_unload(min(idle, key=lambda namespace: namespace.last_used))
+                await self._save_and_unload(min(idle, key=lambda each: (each.has_unpublished(), each.last_used)))
             except ClosedError:
                 continue
             except SnapshotError as problem:

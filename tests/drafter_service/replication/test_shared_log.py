@@ -161,6 +161,7 @@ async def test_forgotten_text_is_not_learned_from_entries_that_are_read_or_writt
         (Kind.FORGOTTEN_BEFORE, -3600, 1),
         (Kind.FORGOTTEN_BEFORE, -1e300, 1),
         (Kind.FORGOTTEN_BEFORE, 1e300, 3),
+        (Kind.FORGOTTEN_BEFORE, 1e306, 3),
         (Kind.DROPPED, 3600, 1),
     ],
 )
@@ -222,8 +223,8 @@ async def test_reader_continues_after_redis_lost_entries(log):
         two.read(LogPosition(int((time.time() + 3600) * 1000), 0))
         await eventually(lambda: two.log.counters.gaps == 1)
         await one.publish(request("b"))
-        await two.has(1)
-        assert two.names == ["b"]
+        await two.has(2)
+        assert two.names == ["a", "b"]
 
 
 @run
@@ -313,16 +314,46 @@ async def test_malformed_entries_are_skipped_and_counted(log):
 
 
 @run
-async def test_exceptions_of_the_consumer_end_the_reader(log):
-    async def take(_entry):
-        raise RuntimeError("no room")
+async def test_an_entry_is_passed_again_after_an_exception_of_the_consumer(log, monkeypatch):
+    monkeypatch.setattr(redis_stream, "FIRST_PAUSE_S", 0.001)
+    attempts = []
+
+    async def take(entry):
+        attempts.append((reader.is_connected, reader.position))
+        if len(attempts) < 4:
+            raise MemoryError
 
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a"))
-        reading = two.new_reader()
-        with pytest.raises(RuntimeError, match="no room"):
-            await reading.run(take)
-        assert reading.position == OLDEST
+        reader = two.new_reader()
+        with structlog.testing.capture_logs() as logged:
+            reading = asyncio.create_task(reader.run(take))
+            await eventually(lambda: reader.position != OLDEST)
+        reading.cancel()
+        assert attempts == [(True, OLDEST), *[(False, OLDEST)] * 3]
+        assert reader.is_connected
+        events = [(line["event"], line["log_level"]) for line in logged]
+        assert events == [*[("shared_log_task_failed", "error")] * 3, ("shared_log_available", "info")]
+
+
+@run
+async def test_publishing_goes_on_after_an_exception(log, monkeypatch):
+    monkeypatch.setattr(redis_stream, "FIRST_PAUSE_S", 0.001)
+    encode, failed = shared_log.encode, []
+
+    def fail_twice(*arguments):
+        if len(failed) < 2:
+            failed.append(one.log.is_connected)
+            raise MemoryError
+        return encode(*arguments)
+
+    monkeypatch.setattr(shared_log, "encode", fail_twice)
+    async with replicas_of(log, 2) as (one, two):
+        two.read()
+        await one.publish(request("a"), request("b"))
+        await two.has(2)
+        assert failed == [True, False]
+        assert one.log.is_connected
 
 
 @run
@@ -350,9 +381,13 @@ def test_waiting_events_keep_their_order_and_are_bounded(kinds, room):
     published, allowed = [], asyncio.Event()
 
     class Stream:
-        async def add(self, additions):
+        async def add(self, entries):
             await allowed.wait()
-            published.extend(decode(addition.fields).events for addition in additions)
+            published.extend(decode(entry).events for entry in entries)
+            return [OLDEST] * len(entries)
+
+        async def trim_before(self, moment, position):
+            pass
 
         async def trim(self, max_bytes):
             pass

@@ -3,6 +3,8 @@
 import asyncio
 import sys
 import traceback
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,17 +13,24 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.client import Pipeline
 
+from drafter_service.auth.callers import AuthorizedCall
 from drafter_service.replication import redis_stream, shared_log
-from drafter_service.replication.events import Event, Kind
+from drafter_service.replication.events import Event, Kind, decode
 from drafter_service.replication.replicated import Replication
 from drafter_service.replication.shared_log import EVENT_WEIGHT
+from drafter_service.server.admin import Admin
+from drafter_service.server.namespace import UnpublishedError
+from drafter_service.server.namespaces import Namespaces
 from drafter_service.settings.tree import LogConfig
+from drafter_service.stubs import drafter_pb2 as pb
 from ssd.errors import UserError
 from tests.certificates import Authority
 from tests.drafter_service.guarded import run
 from tests.drafter_service.replication.replica import TIMEOUT_S, eventually, forgotten, replicas, request
+from tests.drafter_service.server.opened_namespaces import config_of, learned
 from tests.redis import free_port, running_redis
 
+EVERYBODY = AuthorizedCall(SimpleNamespace(invocation_metadata=list, auth_context=dict), None)
 KEY = "ssd:{default}:namespace"
 PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 
@@ -180,7 +189,7 @@ async def test_key_of_another_type_does_not_affect_other_namespaces():
 
 
 @run
-async def test_closing_publishes_what_waits_unless_redis_is_unavailable(monkeypatch):
+async def test_closing_publishes_what_waits_unless_redis_is_unavailable(logged, monkeypatch):
     with running_redis() as server, Redis.from_url(server.url) as client, monkeypatch.context() as patch:
         patch.setattr(shared_log, "FLUSH_S", TIMEOUT_S)
         async with replicas(server.url, 1) as (one,):
@@ -188,6 +197,111 @@ async def test_closing_publishes_what_waits_unless_redis_is_unavailable(monkeypa
         assert client.xlen(KEY) == 1
     async with asyncio.timeout(TIMEOUT_S), replicas(server.url, 1) as (one,):
         one.log.publish(request("a"))
+        one.log.publish(forgotten("b", 1.0))
+        await eventually(lambda: one.log.counters.errors)  # These events are being added.
+        one.log.publish(request("c"))
+        assert not await one.log.is_published()
+    assert one.log.counters.dropped_tokens == 6
+    assert [line["events"] for line in logged if line["event"] == "shared_log_discards_events"] == [3]
+
+
+@run
+async def test_an_event_is_published_although_others_follow_without_end(monkeypatch):
+    with running_redis() as server:
+        async with replicas(server.url, 1) as (one,):
+            add = redis_stream.RedisStream.add
+
+            async def add_while_another_comes(stream, entries):
+                one.log.publish(request("another"))
+                return await add(stream, entries)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(redis_stream.RedisStream, "add", add_while_another_comes)
+                async with asyncio.timeout(TIMEOUT_S):
+                    await one.publish(forgotten("a", 1.0))
+                assert one.log.has_unpublished()
+
+
+@run
+async def test_an_entry_is_not_added_again_if_it_could_not_be_trimmed(monkeypatch):
+    lost = lose_answer(monkeypatch, AsyncRedis, "xtrim")
+    with running_redis() as server, Redis.from_url(server.url) as client:
+        async with replicas(server.url, 1) as (one,):
+            await one.publish(request("a"))
+            await one.publish(Event(Kind.DROPPED, 1.0), request("b"))
+            assert (len(lost), one.log.counters.errors, client.xlen(KEY)) == (1, 1, 1)
+            assert client.info("commandstats")["cmdstat_xadd"]["calls"] == 2
+
+
+@asynccontextmanager
+async def sidecar(url, folder):
+    """Yield the namespaces of a sidecar, and its commands."""
+    config = LogConfig(url=url)
+    replication = Replication(config)
+    namespaces = Namespaces(config_of(folder), on_loaded=replication.add, on_unload=replication.remove)
+    try:
+        yield namespaces, Admin(namespaces, None)
+    finally:
+        await namespaces.close()
+        await replication.stop()
+
+
+@run
+async def test_forgetting_and_dropping_fail_until_the_others_can_be_told(tmp_path):
+    key, text, named = "ssd:{default}:a", [1, 2, 3, 4], {"namespace": "a", "request_id": "a-0"}
+    with running_redis(*PERSISTENT) as server, Redis.from_url(server.url) as client:
+        async with sidecar(server.url, tmp_path / "one") as (own, admin), sidecar(server.url, None) as (others, _):
+
+            async def known():
+                await learned(own, "a", text)
+                await eventually(lambda: has_learned(others))
+
+            def has_learned(namespaces):
+                return namespaces.loaded["a"].has_learned("a-0")
+
+            await learned(others, "a")
+            await known()
+            # Each of these returns after Redis has its event.
+            await admin.forget(pb.ForgetRequest(**named), EVERYBODY)
+            assert kinds_in(client, key)[-1:] == [Kind.FORGOTTEN]
+            await eventually(lambda: not has_learned(others))
+            await known()
+            await admin.drop_namespace(pb.DropNamespaceRequest(namespace="a"), EVERYBODY)
+            assert kinds_in(client, key) == [Kind.DROPPED]
+            await eventually(lambda: not has_learned(others))
+
+            await known()
+            server.kill()
+            with pytest.raises(UnpublishedError, match="forgotten by this service, but not by the other sidecars"):
+                await admin.forget(pb.ForgetRequest(**named), EVERYBODY)
+            assert not has_learned(own)
+            server.start()
+            await admin_until_told(admin.forget, pb.ForgetRequest(**named))
+            await eventually(lambda: not has_learned(others))
+
+            await known()
+            server.kill()
+            with pytest.raises(UnpublishedError, match="namespace 'a' is dropped by this service"):
+                await admin.drop_namespace(pb.DropNamespaceRequest(namespace="a"), EVERYBODY)
+            assert not has_learned(own)
+            assert not list(tmp_path.rglob("corpus.ssd"))
+            server.start()
+            await admin_until_told(admin.drop_namespace, pb.DropNamespaceRequest(namespace="a"))
+            await eventually(lambda: not has_learned(others))
+            assert "a" not in own.loaded
+
+
+def kinds_in(client, key):
+    """Return the kinds of the events in a log."""
+    return [event.kind for _, fields in client.xrange(key) for event in decode(fields).events]
+
+
+async def admin_until_told(command, message):
+    """Repeat a command until it succeeds."""
+    for _ in range(100):
+        with suppress(UnpublishedError):
+            return await command(message, EVERYBODY)
+    raise AssertionError("the log is not reached")
 
 
 @run
@@ -237,6 +351,7 @@ async def test_logs_contain_no_passwords_text_or_names(logged, monkeypatch):
             "shared_log_unavailable",
             "shared_log_available",
             "shared_log_drops_requests",
+            "shared_log_discards_events",
             "shared_log_entries_malformed",
         }
         assert {"AuthenticationError", "ResponseError"} <= {line.get("error") for line in logged}

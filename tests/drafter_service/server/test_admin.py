@@ -115,6 +115,16 @@ def test_only_old_text_is_forgotten(caller, name):
     eventually(lambda: drafts_of(caller, name, 100) == [[108]])
 
 
+@run
+async def test_an_age_beyond_1970_is_published_as_1970():
+    namespaces, published = Namespaces(ServiceConfig(drafting=DRAFTING)), []
+    async with namespaces.use("a", ModelIdentity()) as namespace:
+        namespace.publish = published.append
+        await Admin(namespaces, lambda *_: None).forget(pb.ForgetRequest(namespace="a", older_than_s=1e306), EVERYBODY)
+    assert [event.time for event in published] == [0.0]
+    await namespaces.close()
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -195,6 +195,25 @@ async def test_the_longest_idle_namespace_is_unloaded_and_restored(tmp_path):
 
 
 @run
+async def test_a_namespace_whose_text_waits_for_the_shared_log_is_unloaded_last(tmp_path):
+    async with opened(tmp_path, fit=2) as namespaces:
+        first = await learned(namespaces, "a")
+        first.has_unpublished = lambda: True
+        for name in "bc":
+            await learned(namespaces, name)
+        assert sorted(namespaces.loaded) == ["a", "c"]
+        await namespaces.unload_idle(0)
+        assert [*namespaces.loaded] == ["a"]
+        await learned(namespaces, "d")
+        namespaces.loaded["d"].has_unpublished = lambda: True
+        await learned(namespaces, "e")
+        assert sorted(namespaces.loaded) == ["d", "e"]
+        first.has_unpublished = lambda: False
+        await namespaces.unload_idle(0)
+        assert [*namespaces.loaded] == ["d"]
+
+
+@run
 async def test_namespaces_in_use_are_not_unloaded_and_others_once_they_are_idle(tmp_path):
     async with opened(tmp_path, fit=2) as namespaces, AsyncExitStack() as stack:
         # A call uses one namespace, and a stream uses the other.
