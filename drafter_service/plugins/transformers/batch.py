@@ -16,7 +16,7 @@ from drafter_service.plugins.draft import common_length
 from drafter_service.plugins.options import End, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.step_clock import StepClock
-from drafter_service.plugins.transformers.support import ROW_CRITERIA, WHOLE_BATCH_PROCESSORS
+from drafter_service.plugins.transformers.support import WHOLE_BATCH_PROCESSORS, end_tokens
 
 MAX_HOLES = 0.125
 """Slots beyond the longest row, relative to its length, above which the cache is compacted. With 1000 tokens per row,
@@ -47,7 +47,7 @@ class BatchDecoder:
     """One call of `generate` with a batch."""
 
     def __init__(self, session: HostSession, model: Any, input_ids: Any, arguments: dict[str, Any]) -> None:
-        """input_ids: int64 [B, P], left padded. arguments: those of the host's decoding methods."""
+        """input_ids: int64 [B, P], left padded. arguments: those of the host's decoding methods, `with_limits_of`."""
         config = arguments["generation_config"]
         self.session, self._clock = session, StepClock(session)
         self._model, self._config = model, config
@@ -264,13 +264,10 @@ class Stops:
 
     def __init__(self, criteria: Sequence[Any], max_length: int) -> None:
         """criteria: those of `ROW_CRITERIA`. max_length: maximum length of a row, prompt and padding included."""
-        by_name: dict[str, list[Any]] = {name: [] for name in ROW_CRITERIA}
-        for each in criteria:
-            by_name[type(each).__name__].append(each)
-        self.end_tokens = [token for each in by_name["EosTokenCriteria"] for token in each.eos_token_id.tolist()]
+        self.end_tokens = end_tokens(criteria)
         self._max_length = max_length
-        self._strings = by_name["StopStringCriteria"]
-        self._times = by_name["MaxTimeCriteria"]
+        self._strings = [each for each in criteria if type(each).__name__ == "StopStringCriteria"]
+        self._times = [each for each in criteria if type(each).__name__ == "MaxTimeCriteria"]
 
     def cut(self, row: Any, length: int, tokens: list[int]) -> tuple[list[int], bool]:
         """Return the tokens up to the first at which the row ends, and whether it ends.

@@ -15,7 +15,7 @@ from drafter_service.plugins.session import DraftCounters, HostSession
 from drafter_service.plugins.settings import HostLog, host_settings
 from drafter_service.plugins.step_clock import StepClock
 from drafter_service.plugins.transformers.batch import BatchDecoder
-from drafter_service.plugins.transformers.support import decoder_of, reason_against, unsupported_version
+from drafter_service.plugins.transformers.support import decoder_of, reason_against, unsupported_version, with_limits_of
 from ssd.budget.padding import MAX_LENGTHS, Padding
 
 LOG = HostLog("transformers")
@@ -91,8 +91,10 @@ class SsdGenerate:
             if streamer is not None and decoder != "_sample":
                 raise ValueError("`streamer` cannot be used with beam search")
             return getattr(model, decoder)(input_ids, **arguments)
+        config = with_limits_of(stopping_criteria, generation_config, input_ids)
+        arguments["generation_config"] = config
         options = RequestOptions(
-            max_tokens=generation_config.max_length - input_ids.shape[1],
+            max_tokens=config.max_length - input_ids.shape[1],
             salt=cache_salt,
             session=ssd_session,
             private=ssd_private,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from importlib.metadata import version
 from typing import Any
 
@@ -132,6 +133,26 @@ def reason_against_batch(arguments: dict[str, Any]) -> str:
         ),
     }
     return next((reason for reason, applies in reasons.items() if applies()), "")
+
+
+def with_limits_of(criteria: Sequence[Any], config: Any, input_ids: Any) -> Any:
+    """Return a copy of a generation config whose maximum length and end tokens are those of the stopping criteria.
+
+    A criterion of the caller replaces that of the config, by which assisted decoding cuts the tokens of a step.
+    input_ids: int64 [B, P].
+    """
+    config = copy(config)
+    lengths = [each.max_length for each in criteria if type(each).__name__ == "MaxLengthCriteria"]
+    # Plain decoding checks the length after a token.
+    config.max_length = max(min(lengths, default=config.max_length), input_ids.shape[1] + 1)
+    config._eos_token_tensor = input_ids.new_tensor(end_tokens(criteria))
+    return config
+
+
+def end_tokens(criteria: Sequence[Any]) -> list[int]:
+    """Return the tokens after which stopping criteria end a row."""
+    ends = [each.eos_token_id for each in criteria if type(each).__name__ == "EosTokenCriteria"]
+    return [token for tokens in ends for token in tokens.flatten().tolist()]
 
 
 def cache_of(arguments: dict[str, Any]) -> Any:

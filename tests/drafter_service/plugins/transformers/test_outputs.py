@@ -11,10 +11,12 @@ import torch
 from scipy.stats import chisquare
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MistralConfig,
     MistralForCausalLM,
     StoppingCriteriaList,
@@ -129,6 +131,31 @@ def test_stop_strings_end_each_row_at_its_token(model, tokenizer, ssd, inputs):
     for _ in range(2):
         assert outputs(model, inputs, custom_generate=ssd, stopping_criteria=criteria) == stopped
         corpus_of(session_of(ssd))
+    assert ssd.counters.accepted > 0
+
+
+@pytest.mark.parametrize("tokens", [-5, 11, TOKENS + 6])
+def test_a_length_of_the_caller_replaces_that_of_the_call(model, ssd, one_or_batch, tokens):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(one_or_batch["input_ids"].shape[1] + tokens)])
+    plain = outputs(model, one_or_batch, stopping_criteria=criteria)
+    assert len(plain[0]) == one_or_batch["input_ids"].shape[1] + max(tokens, 1)
+    for _ in range(2):
+        assert outputs(model, one_or_batch, custom_generate=ssd, stopping_criteria=criteria) == plain
+        corpus_of(session_of(ssd))
+    assert ssd.counters.steps > 0
+
+
+@pytest.mark.parametrize("as_tensor", [int, torch.tensor])
+def test_end_tokens_of_the_caller_replace_those_of_the_model(model, ssd, one_or_batch, as_tensor):
+    """The end token is in the middle of a draft."""
+    width = one_or_batch["input_ids"].shape[1]
+    end = outputs(model, one_or_batch)[0][width + 5]
+    criteria = StoppingCriteriaList([EosTokenCriteria(as_tensor(end))])
+    outputs(model, one_or_batch, custom_generate=ssd)
+    corpus_of(session_of(ssd))
+    plain = outputs(model, one_or_batch, stopping_criteria=criteria)
+    assert plain[0].index(end, width) <= width + 5
+    assert outputs(model, one_or_batch, custom_generate=ssd, stopping_criteria=criteria) == plain
     assert ssd.counters.accepted > 0
 
 
