@@ -55,11 +55,15 @@ ROW_PROCESSORS = (
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
     "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 )
-"""Logits processors that treat each row by itself, wherever it is in the batch, and keep nothing between calls."""
+"""Logits processors that treat each row by itself, wherever it is in the batch, and keep nothing between calls.
+
+They are also called after draft tokens that are rejected. `PrefixConstrainedLogitsProcessor` is not among them: it
+raises an exception if its function allows no token there."""
 
 WHOLE_BATCH_PROCESSORS = ("RepetitionPenaltyLogitsProcessor",)
 """Those of `ROW_PROCESSORS` that know the padding of each row, so that they must be called with all rows."""
@@ -90,6 +94,7 @@ def reason_against(model: Any, input_ids: Any, arguments: dict[str, Any]) -> str
     """
     cache = cache_of(arguments)
     config = arguments["generation_config"]
+    processors = names_besides(ROW_PROCESSORS, arguments["logits_processor"])
     others = names_besides(EXACT_CRITERIA if len(input_ids) == 1 else ROW_CRITERIA, arguments["stopping_criteria"])
     reasons: dict[str, Callable[[], bool]] = {
         "beam search and the like are not supported": lambda: decoder_of(config) != "_sample",
@@ -100,6 +105,7 @@ def reason_against(model: Any, input_ids: Any, arguments: dict[str, Any]) -> str
         "static KV caches are not supported": lambda: "Static" in type(cache).__name__,
         "a KV cache from an earlier call is not supported": lambda: cache.get_seq_length() > 0,
         f"the stopping criterion {others} is not supported": lambda: others != "",
+        f"the logits processor {processors} is not supported": lambda: processors != "",
     }
     reason = next((reason for reason, applies in reasons.items() if applies()), "")
     return reason or (reason_against_batch(arguments) if len(input_ids) > 1 else "")
@@ -110,14 +116,12 @@ def reason_against_batch(arguments: dict[str, Any]) -> str:
     cache, config, criteria = cache_of(arguments), arguments["generation_config"], arguments["stopping_criteria"]
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     layers = names_besides(["DynamicLayer"], cache.layers)
-    processors = names_besides(ROW_PROCESSORS, arguments["logits_processor"])
     inputs = ", ".join(name for name, value in arguments.items() if name not in INPUTS and value is not None)
     reasons: dict[str, Callable[[], bool]] = {
         "a streamer of a batch is not supported": lambda: "streamer" in arguments,
         f"batches with {inputs} are not supported": lambda: inputs != "",
         "batches without position ids are not supported": lambda: positions is None or positions.ndim != 2,
         "batches that are not padded on the left are not supported": lambda: not is_left_padded(mask),
-        f"the logits processor {processors} is not supported in batches": lambda: processors != "",
         f"KV caches with {layers or type(cache).__name__} are not supported in batches": lambda: (
             layers != "" or type(cache).__name__ != "DynamicCache" or cache.offloading
         ),

@@ -21,6 +21,7 @@ from transformers import (
     MistralForCausalLM,
     StoppingCriteriaList,
     StopStringCriteria,
+    SynthIDTextWatermarkingConfig,
 )
 
 from drafter_service.plugins.transformers import SsdGenerate, batch
@@ -96,6 +97,7 @@ def test_outputs_are_identical_and_take_fewer_steps_the_second_time(model, untim
         {"max_new_tokens": 1},
         {"exponential_decay_length_penalty": (4, 1.5), "eos_token_id": list(range(200, 1200))},
         {"forced_eos_token_id": 0},
+        {"top_h": 1e-6, "do_sample": True},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
@@ -318,6 +320,10 @@ def every_seventh(ids, scores, **_):
         ("batch", "static KV caches", {"cache_implementation": "static"}),
         ("batch", "logits processor Nothing", {"logits_processor": LogitsProcessorList([Nothing()])}),
         ("batch", "logits processor PrefixConstrained", {"prefix_allowed_tokens_fn": lambda row, _: [row, 5]}),
+        ("one", "logits processor Nothing", {"logits_processor": LogitsProcessorList([Nothing()])}),
+        ("one", "logits processor PrefixConstrained", {"prefix_allowed_tokens_fn": lambda row, _: [row, 5]}),
+        ("one", "logits processor SynthID", {"watermarking_config": SynthIDTextWatermarkingConfig(5, [1, 2])}),
+        ("one", "logits processor UnbatchedClassifierFree", {"guidance_scale": 1.5}),
         ("batch", "stopping criterion function", {"stopping_criteria": [every_seventh]}),
         ("one", "stopping criterion function", {"stopping_criteria": [every_seventh]}),
         ("batch", "scores and states", {"return_dict_in_generate": True, "output_scores": True}),
