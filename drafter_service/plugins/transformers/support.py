@@ -95,6 +95,7 @@ def reason_against(model: Any, input_ids: Any, arguments: dict[str, Any]) -> str
     cache = cache_of(arguments)
     config = arguments["generation_config"]
     processors = names_besides(ROW_PROCESSORS, arguments["logits_processor"])
+    fixed = ", ".join(sorted({type(each).__name__ for each in getattr(cache, "layers", ()) if is_fixed(each)}))
     others = names_besides(EXACT_CRITERIA if len(input_ids) == 1 else ROW_CRITERIA, arguments["stopping_criteria"])
     reasons: dict[str, Callable[[], bool]] = {
         "beam search and the like are not supported": lambda: decoder_of(config) != "_sample",
@@ -103,6 +104,7 @@ def reason_against(model: Any, input_ids: Any, arguments: dict[str, Any]) -> str
         "the model cannot take tokens back": lambda: model._is_stateful,
         "a KV cache is needed": lambda: cache is None or not arguments.get("use_cache"),
         "static KV caches are not supported": lambda: "Static" in type(cache).__name__,
+        f"KV caches with {fixed} are not supported": lambda: fixed != "",
         "a KV cache from an earlier call is not supported": lambda: cache.get_seq_length() > 0,
         f"the stopping criterion {others} is not supported": lambda: others != "",
         f"the logits processor {processors} is not supported": lambda: processors != "",
@@ -163,6 +165,12 @@ def cache_of(arguments: dict[str, Any]) -> Any:
     """Return the KV cache among the arguments of a decoding method, or None."""
     # The second is its name until version 5.23.
     return arguments.get("cache", arguments.get("past_key_values"))
+
+
+def is_fixed(layer: Any) -> bool:
+    """Return whether tokens cannot be removed from a layer of a KV cache, as far as that is known before a step."""
+    # Quantized layers say so from version 5.24 on; linear attention says it after the first step, by a property.
+    return "Quantized" in type(layer).__name__ or getattr(type(layer), "is_croppable", True) is False
 
 
 def is_left_padded(mask: Any) -> bool:

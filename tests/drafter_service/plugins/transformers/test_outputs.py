@@ -24,6 +24,8 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
 )
 
+from transformers.cache_utils import QuantizedLayer
+
 from drafter_service.plugins.transformers import SsdGenerate, batch
 from drafter_service.plugins.transformers.batch import RowCache
 from tests.drafter_service.plugins.helpers import corpus_of, session_of
@@ -347,6 +349,33 @@ def test_a_cache_of_the_caller_is_left_as_the_host_leaves_it(model, ssd, log, in
     assert outputs(model, inputs, past_key_values=caches[1], custom_generate=ssd) == plain
     assert torch.equal(caches[0].layers[0].keys, caches[1].layers[0].keys)
     assert "caller" in log[0]
+
+
+class Quantized(QuantizedLayer):
+    """A layer of a backend that needs no library, without loss."""
+
+    def __init__(self):
+        super().__init__(residual_length=4)
+
+    def _quantize(self, tensor, axis):
+        return tensor.clone()
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+def test_quantized_caches_are_decoded_without_drafts(model, ssd, log, one_or_batch):
+    def generated_with_cache(**arguments):
+        cache = DynamicCache()
+        cache.layers, cache.layer_class_to_replicate = (
+            [Quantized() for _ in range(model.config.num_hidden_layers)],
+            None,
+        )
+        return outputs(model, one_or_batch, past_key_values=cache, **arguments)
+
+    assert generated_with_cache(custom_generate=ssd) == generated_with_cache()
+    assert ssd.counters.steps == 0
+    assert "KV caches with Quantized are not" in log[0]
 
 
 def test_padding_on_the_right_is_decoded_without_drafts(model, ssd, log, inputs):
