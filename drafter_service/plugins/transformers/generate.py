@@ -15,7 +15,13 @@ from drafter_service.plugins.session import DraftCounters, HostSession
 from drafter_service.plugins.settings import HostLog, host_settings
 from drafter_service.plugins.step_clock import StepClock
 from drafter_service.plugins.transformers.batch import BatchDecoder
-from drafter_service.plugins.transformers.support import decoder_of, reason_against, unsupported_version, with_limits_of
+from drafter_service.plugins.transformers.support import (
+    decoder_of,
+    is_synced,
+    reason_against,
+    unsupported_version,
+    with_limits_of,
+)
 from ssd.budget.padding import MAX_LENGTHS, Padding
 
 LOG = HostLog("transformers")
@@ -80,15 +86,15 @@ class SsdGenerate:
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
             "generation_config": generation_config,
+            "synced_gpus": is_synced(model),
             **model_kwargs,
+            **arguments_of_caller(),
         }
-        if (streamer := streamer_of_caller()) is not None:
-            arguments["streamer"] = streamer
         reason = self._unsupported or reason_against(model, input_ids, arguments)
         if reason:
             self._report_once(reason)
             decoder = decoder_of(generation_config)
-            if streamer is not None and decoder != "_sample":
+            if "streamer" in arguments and decoder != "_sample":
                 raise ValueError("`streamer` cannot be used with beam search")
             return getattr(model, decoder)(input_ids, **arguments)
         config = with_limits_of(stopping_criteria, generation_config, input_ids)
@@ -160,14 +166,15 @@ def padding_of(max_draft: int) -> Padding:
     return Padding(lengths=tuple(range(min(max_draft, MAX_LENGTHS - 1) + 1)))
 
 
-def streamer_of_caller() -> Any:
-    """Return the `streamer` that was given to `generate`.
+def arguments_of_caller() -> dict[str, Any]:
+    """Return the `streamer` and `synced_gpus` that were given to `generate`.
 
-    `generate` does not pass it on to a `custom_generate`, but has put the prompt into it, and whoever reads from it
-    waits for an end. So it is read from the frame that called `SsdGenerate.__call__`.
+    `generate` does not pass them on to a `custom_generate`, but has put the prompt into the streamer, and whoever reads
+    from it waits for an end. So they are read from the frame that called `SsdGenerate.__call__`.
     """
     caller = sys._getframe(2)
-    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+    given = caller.f_locals if caller.f_code.co_name == "generate" else {}
+    return {name: given[name] for name in ("streamer", "synced_gpus") if given.get(name) is not None}
 
 
 def decode_one(

@@ -33,6 +33,7 @@ INPUTS = (
     "past_key_values",
     "position_ids",
     "stopping_criteria",
+    "synced_gpus",
     "use_cache",
 )
 """Arguments of decoding methods with which batches are decoded."""
@@ -99,6 +100,8 @@ def reason_against(model: Any, input_ids: Any, arguments: dict[str, Any]) -> str
     others = names_besides(EXACT_CRITERIA if len(input_ids) == 1 else ROW_CRITERIA, arguments["stopping_criteria"])
     reasons: dict[str, Callable[[], bool]] = {
         "beam search and the like are not supported": lambda: decoder_of(config) != "_sample",
+        # Each process would have drafts of its own, and take another number of steps.
+        "processes that run each step together (synced_gpus) are not supported": lambda: arguments["synced_gpus"],
         "prompts without token ids are not supported": lambda: input_ids.shape[1] == 0,
         "encoder-decoder models are not supported": lambda: model.config.is_encoder_decoder,
         "the model cannot take tokens back": lambda: model._is_stateful,
@@ -139,6 +142,15 @@ def reason_against_batch(arguments: dict[str, Any]) -> str:
         ),
     }
     return next((reason for reason, applies in reasons.items() if applies()), "")
+
+
+def is_synced(model: Any) -> bool:
+    """Return whether the processes of a model must run each step together, as `generate` decides it by default."""
+    from torch import distributed
+    from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
+
+    is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return is_sharded and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def with_limits_of(criteria: Sequence[Any], config: Any, input_ids: Any) -> Any:

@@ -56,6 +56,26 @@ def test_a_streamer_gets_all_tokens_and_the_end(model, tokenizer, ssd, batch):
         assert ssd.counters.steps > 0
 
 
+@pytest.mark.parametrize("arguments", [{}, {"synced_gpus": True}, {"synced_gpus": True, "num_beams": 2}])
+def test_processes_that_run_each_step_together_have_no_drafts(model, tokenizer, ssd, log, monkeypatch, arguments):
+    """Without an argument, the host decides by the model."""
+    if not arguments:
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+        monkeypatch.setattr(model, "_is_fsdp_managed_module", True, raising=False)
+    seen = []
+
+    def has_unfinished(_, this_peer_finished, synced_gpus, device):
+        seen.append(synced_gpus)
+        return not this_peer_finished
+
+    monkeypatch.setattr(GenerationMixin, "_has_unfinished_sequences", has_unfinished)
+    generated(model, ids(tokenizer, PROMPTS[0]), custom_generate=ssd, **arguments)
+    assert set(seen) == {True}
+    assert ssd.counters.steps == 0
+    assert len(log) == 1
+
+
 def test_a_request_whose_reader_is_gone_ends(model, tokenizer, ssd):
     inputs = ids(tokenizer, PROMPTS[0])
     with pytest.raises(RuntimeError, match="the reader is gone"):

@@ -23,7 +23,6 @@ from transformers import (
     StopStringCriteria,
     SynthIDTextWatermarkingConfig,
 )
-
 from transformers.cache_utils import QuantizedLayer
 
 from drafter_service.plugins.transformers import SsdGenerate, batch
