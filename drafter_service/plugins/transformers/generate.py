@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +31,8 @@ LOG = HostLog("transformers")
 MAX_DRAFT = 16
 DEADLINE_S = 0.01
 """Default of the maximum wait for drafts, in seconds: a fraction of a step."""
+REPLACING = threading.Lock()
+"""Held while `generate` of a model is replaced."""
 
 
 class SsdGenerate:
@@ -111,26 +115,21 @@ class SsdGenerate:
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """Within the block, `generate` of the model uses drafts. Calls with stop strings or an assistant do not."""
-        model, generate = self._model, self._model.generate
+        """Within the block, `generate` of the model uses drafts. Calls with stop strings or an assistant do not.
 
-        def generate_with_drafts(*args: Any, **kwargs: Any) -> Any:
-            config = kwargs.get("generation_config") or model.generation_config
-            # A stop string needs the tokenizer, which `generate` does not pass on to a `custom_generate`.
-            own = ("custom_generate", "assistant_model", "stop_strings")
-            if any(kwargs.get(name) is not None for name in own) or config.stop_strings is not None:
-                return generate(*args, **kwargs)
-            return generate(*args, **kwargs, custom_generate=self)
-
-        before = vars(model).get("generate")
-        model.generate = generate_with_drafts
+        Blocks may overlap, also in several threads: all calls use the `SsdGenerate` whose block began last.
+        """
+        with REPLACING:
+            replaced = self._model.generate
+            if not isinstance(replaced, GenerateInBlocks):
+                replaced = self._model.generate = GenerateInBlocks(self._model)
+            replaced.blocks.append(self)
         try:
             yield
         finally:
-            if before is None:
-                del model.generate
-            else:
-                model.generate = before
+            with REPLACING:
+                replaced.blocks.remove(self)
+                replaced.restore()
 
     def close(self) -> None:
         """Close the connection, or the embedded drafter."""
@@ -159,6 +158,40 @@ class SsdGenerate:
         if reason not in self._reported:
             self._reported.add(reason)
             LOG.warning(f"{reason}; decoding without drafts")
+
+
+class GenerateInBlocks:
+    """What replaces `generate` of a model within blocks of `SsdGenerate.enabled`."""
+
+    def __init__(self, model: Any) -> None:
+        self.blocks: list[SsdGenerate] = []
+        """Those of the running blocks; only changed with `REPLACING`."""
+        self._model = model
+        self._generate = model.generate
+        self._before = vars(model).get("generate")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `generate` of the model, with drafts if it can have them."""
+        names = inspect.signature(type(self._model).generate)
+        given = {**names.bind_partial(self._model, *args).arguments, **kwargs}
+        # A stop string needs the tokenizer, which `generate` does not pass on to a `custom_generate`.
+        own = ("custom_generate", "assistant_model", "stop_strings")
+        configs = given.get("generation_config"), self._model.generation_config
+        has_own = any(given.get(name) is not None for name in own)
+        has_own |= any(getattr(config, "stop_strings", None) is not None for config in configs)
+        # Another thread may end the last block.
+        if not has_own and (blocks := self.blocks.copy()):
+            kwargs["custom_generate"] = blocks[-1]
+        return self._generate(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Put the model's own `generate` back after the last block, unless someone else has replaced this one."""
+        if self.blocks or vars(self._model).get("generate") is not self:
+            return
+        if self._before is None:
+            del self._model.generate
+        else:
+            self._model.generate = self._before
 
 
 def padding_of(max_draft: int) -> Padding:
