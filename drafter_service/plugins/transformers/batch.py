@@ -71,9 +71,12 @@ class BatchDecoder:
         self._mask = input_ids.new_ones(input_ids.shape) if mask is None else mask.to(input_ids.dtype)
         self._positions = arguments["position_ids"].expand(batch_size, -1)
 
-    def run(self, request_ids: Sequence[int], options: Sequence[RequestOptions]) -> Any:
-        """Return the same as the host's decoding methods, without its cache. Both arguments are those of the rows."""
-        rows = self._begin(request_ids, options)
+    def run(self, request_ids: Sequence[int], options: RequestOptions, extras: Sequence[dict[str, Any]]) -> Any:
+        """Return the same as the host's decoding methods, without its cache.
+
+        request_ids, extras: those of each row. options, extras: see `HostSession.start`.
+        """
+        rows = self._begin(request_ids, options, extras)
         try:
             running = rows
             while running:
@@ -89,14 +92,16 @@ class BatchDecoder:
 
         return GenerateDecoderOnlyOutput(sequences=sequences)
 
-    def _begin(self, request_ids: Sequence[int], options: Sequence[RequestOptions]) -> list[Row]:
+    def _begin(
+        self, request_ids: Sequence[int], options: RequestOptions, extras: Sequence[dict[str, Any]]
+    ) -> list[Row]:
         """Return the rows, after starting a request of the session for each."""
         padding = (self._mask == 0).sum(dim=1).tolist()
         positions = self._positions[:, -1].tolist()
         rows = []
         for index, ids in enumerate(self._ids.tolist()):
             rows.append(Row(index, request_ids[index], ids[padding[index] :], padding[index], positions[index]))
-            self.session.start(request_ids[index], rows[index].text, options[index])
+            self.session.start(request_ids[index], rows[index].text, options, extras[index])
         return rows
 
     def _step(self, rows: list[Row]) -> list[Row]:

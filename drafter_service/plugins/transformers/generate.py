@@ -6,9 +6,8 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -74,17 +73,18 @@ class SsdGenerate:
         stopping_criteria: Any,
         generation_config: Any,
         *,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
         ssd_private: bool = False,
         ssd_session: str = "",
         ssd_max_draft: int | None = None,
-        hints: Sequence[int] = (),
+        hints: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         """Decode with drafts. `generate` calls this, and passes on the options that its caller gave.
 
-        cache_salt, ssd_private, ssd_session, ssd_max_draft, hints: see `RequestOptions`. Returns the same as the host's
-        decoding methods.
+        cache_salt, ssd_private, ssd_session, ssd_max_draft, hints: see `RequestOptions`; hints are token ids, or texts
+        as of other hosts. With a value of a wrong type, there are no drafts. Returns the same as the host's decoding
+        methods.
         """
         arguments = {
             "logits_processor": logits_processor,
@@ -104,14 +104,15 @@ class SsdGenerate:
         config = with_limits_of(stopping_criteria, generation_config, input_ids)
         arguments["generation_config"] = config
         options = RequestOptions(
-            max_tokens=config.max_length - input_ids.shape[1],
-            salt=cache_salt,
-            session=ssd_session,
-            private=ssd_private,
-            max_draft=ssd_max_draft,
-            hints=tuple(hints),
+            max_tokens=config.max_length - input_ids.shape[1], salt="" if cache_salt is None else cache_salt
         )
-        return self._decode(model, input_ids, options, arguments)
+        extras = {
+            "ssd_private": ssd_private,
+            "ssd_session": ssd_session,
+            "ssd_max_draft": ssd_max_draft,
+            "hints": hints.tolist() if hasattr(hints, "tolist") else list(hints) if type(hints) is tuple else hints,
+        }
+        return self._decode(model, input_ids, options, extras, arguments)
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
@@ -143,16 +144,19 @@ class SsdGenerate:
     ) -> None:
         self.close()
 
-    def _decode(self, model: Any, input_ids: Any, options: RequestOptions, arguments: dict[str, Any]) -> Any:
-        """Decode with drafts; options: those of each row."""
+    def _decode(
+        self, model: Any, input_ids: Any, options: RequestOptions, extras: dict[str, Any], arguments: dict[str, Any]
+    ) -> Any:
+        """Decode with drafts; options, extras: those of each row, see `HostSession.start`."""
         if len(input_ids) == 1:
-            return decode_one(self._session, next(self._request_ids), options, model, input_ids, arguments)
+            return decode_one(self._session, next(self._request_ids), options, extras, model, input_ids, arguments)
         decoder = BatchDecoder(self._session, model, input_ids, arguments)
         rows = range(len(input_ids))
         request_ids = [next(self._request_ids) for _ in rows]
-        if options.session:  # Each row of a batch is a conversation of its own.
-            return decoder.run(request_ids, [replace(options, session=f"{options.session}/{row}") for row in rows])
-        return decoder.run(request_ids, [options for _ in rows])
+        # Each row of a batch is a conversation of its own.
+        if (name := extras["ssd_session"]) and isinstance(name, str):
+            return decoder.run(request_ids, options, [{**extras, "ssd_session": f"{name}/{row}"} for row in rows])
+        return decoder.run(request_ids, options, [extras for _ in rows])
 
     def _report_once(self, reason: str) -> None:
         if reason not in self._reported:
@@ -214,17 +218,19 @@ def decode_one(
     session: HostSession,
     request_id: int,
     options: RequestOptions,
+    extras: dict[str, Any],
     model: Any,
     input_ids: Any,
     arguments: dict[str, Any],
 ) -> Any:
     """Run the host's assisted decoding, as one request of the session.
 
-    input_ids: int64 [1, P]. arguments: those of the host's decoding methods. Returns the same as these.
+    options, extras: see `HostSession.start`. input_ids: int64 [1, P]. arguments: those of the host's decoding methods.
+    Returns the same as these.
     """
     prompt = input_ids[0].tolist()
     candidates = Candidates(session, request_id, prompt)
-    session.start(request_id, prompt, options)
+    session.start(request_id, prompt, options, extras)
     try:
         result = type(model)._assisted_decoding(WithCandidates(model, candidates), input_ids, **arguments)
         text = getattr(result, "sequences", result)[0].tolist()

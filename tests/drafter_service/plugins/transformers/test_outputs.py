@@ -282,11 +282,49 @@ def test_sampled_outputs_without_drafts_are_identical(model, ssd, one_or_batch):
 def test_each_row_has_a_session_of_its_own(model, ssd, inputs, monkeypatch):
     names = []
     start = session_of(ssd).start
-    monkeypatch.setattr(
-        session_of(ssd), "start", lambda at, text, options: (names.append(options.session), start(at, text, options))
-    )
+
+    def start_named(at, text, options, extras):
+        names.append(extras["ssd_session"])
+        start(at, text, options, extras)
+
+    monkeypatch.setattr(session_of(ssd), "start", start_named)
     outputs(model, inputs, custom_generate=ssd, ssd_session="chat")
     assert names == ["chat/0", "chat/1", "chat/2"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("ssd_max_draft", 2.5),
+        ("ssd_session", "\ud800"),
+        ("ssd_session", 5),
+        ("ssd_private", "no"),
+        ("cache_salt", "\ud800"),
+        ("cache_salt", 5),
+        ("hints", 5),
+    ],
+)
+def test_an_option_of_a_wrong_type_costs_the_drafts_of_its_call(model, ssd, log, one_or_batch, option, value):
+    plain = outputs(model, one_or_batch)
+    assert outputs(model, one_or_batch, custom_generate=ssd, **{option: value}) == plain
+    assert ssd.counters.steps == 0
+    assert len(log) == 1
+    assert option in log[0]
+    assert corpus_of(session_of(ssd)).tokens == 0
+
+
+@pytest.mark.parametrize("convert", [list, tuple, torch.tensor, None])
+def test_hints_are_a_sequence_of_tokens(model, untimed, one_or_batch, convert):
+    plain = outputs(model, one_or_batch)
+    hints = convert and convert(plain[0][one_or_batch["input_ids"].shape[1] :])
+    assert outputs(model, one_or_batch, custom_generate=untimed, hints=hints) == plain
+    assert untimed.counters.steps > 0
+    assert convert is None or untimed.counters.accepted > TOKENS / 2
+
+
+def test_hints_may_be_a_text(model, ssd, log, one_or_batch):
+    assert outputs(model, one_or_batch, custom_generate=ssd, hints="def quicksort") == outputs(model, one_or_batch)
+    assert log == []
 
 
 def test_rows_of_a_call_that_fails_are_not_learned(model, ssd, inputs):
