@@ -147,7 +147,8 @@ def reason_against_batch(arguments: dict[str, Any]) -> str:
 def is_synced(model: Any) -> bool:
     """Return whether the processes of a model must run each step together, as `generate` decides it by default."""
     from torch import distributed
-    from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.integrations.fsdp import is_fsdp_managed_module
 
     is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     return is_sharded and distributed.is_initialized() and distributed.get_world_size() > 1
