@@ -106,12 +106,9 @@ class SsdGenerate:
         options = RequestOptions(
             max_tokens=config.max_length - input_ids.shape[1], salt="" if cache_salt is None else cache_salt
         )
-        extras = {
-            "ssd_private": ssd_private,
-            "ssd_session": ssd_session,
-            "ssd_max_draft": ssd_max_draft,
-            "hints": hints.tolist() if hasattr(hints, "tolist") else list(hints) if type(hints) is tuple else hints,
-        }
+        hints = hints.tolist() if hasattr(hints, "tolist") else list(hints) if isinstance(hints, tuple) else hints
+        extras = {"ssd_private": ssd_private, "ssd_session": ssd_session, "ssd_max_draft": ssd_max_draft}
+        extras["hints"] = hints
         return self._decode(model, input_ids, options, extras, arguments)
 
     @contextmanager
@@ -121,9 +118,9 @@ class SsdGenerate:
         Blocks may overlap, also in several threads: all calls use the `SsdGenerate` whose block began last.
         """
         with REPLACING:
+            if not isinstance(self._model.generate, GenerateInBlocks):
+                self._model.generate = GenerateInBlocks(self._model)
             replaced = self._model.generate
-            if not isinstance(replaced, GenerateInBlocks):
-                replaced = self._model.generate = GenerateInBlocks(self._model)
             replaced.blocks.append(self)
         try:
             yield
@@ -172,30 +169,26 @@ class GenerateInBlocks:
         """Those of the running blocks; only changed with `REPLACING`."""
         self._model = model
         self._generate = model.generate
-        self._before = vars(model).get("generate")
+        self._before = {name: value for name, value in vars(model).items() if name == "generate"}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `generate` of the model, with drafts if it can have them."""
         names = inspect.signature(type(self._model).generate)
         given = {**names.bind_partial(self._model, *args).arguments, **kwargs}
-        # A stop string needs the tokenizer, which `generate` does not pass on to a `custom_generate`.
-        own = ("custom_generate", "assistant_model", "stop_strings")
         configs = given.get("generation_config"), self._model.generation_config
-        has_own = any(given.get(name) is not None for name in own)
-        has_own |= any(getattr(config, "stop_strings", None) is not None for config in configs)
-        # Another thread may end the last block.
-        if not has_own and (blocks := self.blocks.copy()):
-            kwargs["custom_generate"] = blocks[-1]
+        own = [given.get(name) for name in ("custom_generate", "assistant_model", "stop_strings")]
+        # A stop string needs the tokenizer, which `generate` does not pass on to a `custom_generate`.
+        own += [getattr(config, "stop_strings", None) for config in configs]
+        if all(each is None for each in own):
+            kwargs["custom_generate"] = (None, *self.blocks)[-1]
         return self._generate(*args, **kwargs)
 
     def restore(self) -> None:
         """Put the model's own `generate` back after the last block, unless someone else has replaced this one."""
-        if self.blocks or vars(self._model).get("generate") is not self:
-            return
-        if self._before is None:
-            del self._model.generate
-        else:
-            self._model.generate = self._before
+        attributes = vars(self._model)
+        if not self.blocks and attributes.get("generate") is self:
+            del attributes["generate"]
+            attributes.update(self._before)
 
 
 def padding_of(max_draft: int) -> Padding:
