@@ -99,7 +99,8 @@ class RequestOptions:
     def with_extras(
         self, extras: Mapping[str, Any], group: str | None = None, warn: Callable[[str], None] = lambda _: None
     ) -> RequestOptions:
-        """Return the options with those of `EXTRAS` that a client gave. Raises ValueError for a value of a wrong type.
+        """Return the options with those of `EXTRAS` that a client gave. Raises ValueError for a value of a wrong type,
+        and for texts, also of the options themselves, that have no encoding in UTF-8.
 
         Other names are left to the host. group: that of a rollout whose client gave none; None: it is no rollout. warn:
         called if hints are longer than the limits, which cuts them.
@@ -113,6 +114,13 @@ class RequestOptions:
             # A bool is an int, but not a number of tokens.
             if not isinstance(value, EXTRAS[name]) or (EXTRAS[name] is int and isinstance(value, bool)):
                 raise ValueError(f"{name} must be of type {EXTRAS[name].__name__}, not {type(value).__name__}")
+        texts = {"cache_salt": self.salt, "user": self.user, "ssd_session": self.session, **given}
+        for name, text in texts.items():
+            try:  # JSON may have lone surrogates.
+                if EXTRAS.get(name, str) is str:
+                    text.encode()
+            except (AttributeError, UnicodeEncodeError):
+                raise ValueError(f"{name} must be text that has an encoding in UTF-8") from None
         hints = () if (hints := extras.get("hints")) is None else _read_hints(hints, warn)
         is_text = bool(hints) and isinstance(hints[0], str)
         return replace(

@@ -16,7 +16,7 @@ from drafter_service.plugins.draft import common_length
 from drafter_service.plugins.options import End, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.step_clock import StepClock
-from drafter_service.plugins.transformers.support import ROW_CRITERIA, WHOLE_BATCH_PROCESSORS
+from drafter_service.plugins.transformers.support import WHOLE_BATCH_PROCESSORS, end_tokens
 
 MAX_HOLES = 0.125
 """Slots beyond the longest row, relative to its length, above which the cache is compacted. With 1000 tokens per row,
@@ -47,7 +47,7 @@ class BatchDecoder:
     """One call of `generate` with a batch."""
 
     def __init__(self, session: HostSession, model: Any, input_ids: Any, arguments: dict[str, Any]) -> None:
-        """input_ids: int64 [B, P], left padded. arguments: those of the host's decoding methods."""
+        """input_ids: int64 [B, P], left padded. arguments: those of the host's decoding methods, `with_limits_of`."""
         config = arguments["generation_config"]
         self.session, self._clock = session, StepClock(session)
         self._model, self._config = model, config
@@ -71,9 +71,12 @@ class BatchDecoder:
         self._mask = input_ids.new_ones(input_ids.shape) if mask is None else mask.to(input_ids.dtype)
         self._positions = arguments["position_ids"].expand(batch_size, -1)
 
-    def run(self, request_ids: Sequence[int], options: Sequence[RequestOptions]) -> Any:
-        """Return the same as the host's decoding methods, without its cache. Both arguments are those of the rows."""
-        rows = self._begin(request_ids, options)
+    def run(self, request_ids: Sequence[int], options: RequestOptions, extras: Sequence[dict[str, Any]]) -> Any:
+        """Return the same as the host's decoding methods, without its cache.
+
+        request_ids, extras: those of each row. options, extras: see `HostSession.start`.
+        """
+        rows = self._begin(request_ids, options, extras)
         try:
             running = rows
             while running:
@@ -89,14 +92,16 @@ class BatchDecoder:
 
         return GenerateDecoderOnlyOutput(sequences=sequences)
 
-    def _begin(self, request_ids: Sequence[int], options: Sequence[RequestOptions]) -> list[Row]:
+    def _begin(
+        self, request_ids: Sequence[int], options: RequestOptions, extras: Sequence[dict[str, Any]]
+    ) -> list[Row]:
         """Return the rows, after starting a request of the session for each."""
         padding = (self._mask == 0).sum(dim=1).tolist()
         positions = self._positions[:, -1].tolist()
         rows = []
         for index, ids in enumerate(self._ids.tolist()):
             rows.append(Row(index, request_ids[index], ids[padding[index] :], padding[index], positions[index]))
-            self.session.start(request_ids[index], rows[index].text, options[index])
+            self.session.start(request_ids[index], rows[index].text, options, extras[index])
         return rows
 
     def _step(self, rows: list[Row]) -> list[Row]:
@@ -264,13 +269,10 @@ class Stops:
 
     def __init__(self, criteria: Sequence[Any], max_length: int) -> None:
         """criteria: those of `ROW_CRITERIA`. max_length: maximum length of a row, prompt and padding included."""
-        by_name: dict[str, list[Any]] = {name: [] for name in ROW_CRITERIA}
-        for each in criteria:
-            by_name[type(each).__name__].append(each)
-        self.end_tokens = [token for each in by_name["EosTokenCriteria"] for token in each.eos_token_id.tolist()]
+        self.end_tokens = end_tokens(criteria)
         self._max_length = max_length
-        self._strings = by_name["StopStringCriteria"]
-        self._times = by_name["MaxTimeCriteria"]
+        self._strings = [each for each in criteria if type(each).__name__ == "StopStringCriteria"]
+        self._times = [each for each in criteria if type(each).__name__ == "MaxTimeCriteria"]
 
     def cut(self, row: Any, length: int, tokens: list[int]) -> tuple[list[int], bool]:
         """Return the tokens up to the first at which the row ends, and whether it ends.

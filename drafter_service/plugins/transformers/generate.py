@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,13 @@ from drafter_service.plugins.session import DraftCounters, HostSession
 from drafter_service.plugins.settings import HostLog, host_settings
 from drafter_service.plugins.step_clock import StepClock
 from drafter_service.plugins.transformers.batch import BatchDecoder
-from drafter_service.plugins.transformers.support import decoder_of, reason_against, unsupported_version
+from drafter_service.plugins.transformers.support import (
+    decoder_of,
+    is_synced,
+    reason_against,
+    unsupported_version,
+    with_limits_of,
+)
 from ssd.budget.padding import MAX_LENGTHS, Padding
 
 LOG = HostLog("transformers")
@@ -23,6 +30,8 @@ LOG = HostLog("transformers")
 MAX_DRAFT = 16
 DEADLINE_S = 0.01
 """Default of the maximum wait for drafts, in seconds: a fraction of a step."""
+REPLACING = threading.Lock()
+"""Held while `generate` of a model is replaced."""
 
 
 class SsdGenerate:
@@ -64,65 +73,61 @@ class SsdGenerate:
         stopping_criteria: Any,
         generation_config: Any,
         *,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
         ssd_private: bool = False,
         ssd_session: str = "",
         ssd_max_draft: int | None = None,
-        hints: Sequence[int] = (),
+        hints: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         """Decode with drafts. `generate` calls this, and passes on the options that its caller gave.
 
-        cache_salt, ssd_private, ssd_session, ssd_max_draft, hints: see `RequestOptions`. Returns the same as the host's
-        decoding methods.
+        cache_salt, ssd_private, ssd_session, ssd_max_draft, hints: see `RequestOptions`; hints are token ids, or texts
+        as of other hosts. With a value of a wrong type, there are no drafts. Returns the same as the host's decoding
+        methods.
         """
         arguments = {
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
             "generation_config": generation_config,
+            "synced_gpus": is_synced(model),
             **model_kwargs,
+            **arguments_of_caller(),
         }
-        if (streamer := streamer_of_caller()) is not None:
-            arguments["streamer"] = streamer
         reason = self._unsupported or reason_against(model, input_ids, arguments)
         if reason:
             self._report_once(reason)
             decoder = decoder_of(generation_config)
-            if streamer is not None and decoder != "_sample":
+            if "streamer" in arguments and decoder != "_sample":
                 raise ValueError("`streamer` cannot be used with beam search")
             return getattr(model, decoder)(input_ids, **arguments)
+        config = with_limits_of(stopping_criteria, generation_config, input_ids)
+        arguments["generation_config"] = config
         options = RequestOptions(
-            max_tokens=generation_config.max_length - input_ids.shape[1],
-            salt=cache_salt,
-            session=ssd_session,
-            private=ssd_private,
-            max_draft=ssd_max_draft,
-            hints=tuple(hints),
+            max_tokens=config.max_length - input_ids.shape[1], salt="" if cache_salt is None else cache_salt
         )
-        return self._decode(model, input_ids, options, arguments)
+        hints = hints.tolist() if hasattr(hints, "tolist") else list(hints) if isinstance(hints, tuple) else hints
+        extras = {"ssd_private": ssd_private, "ssd_session": ssd_session, "ssd_max_draft": ssd_max_draft}
+        extras["hints"] = hints
+        return self._decode(model, input_ids, options, extras, arguments)
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """Within the block, `generate` of the model uses drafts. Calls with stop strings or an assistant do not."""
-        model, generate = self._model, self._model.generate
+        """Within the block, `generate` of the model uses drafts. Calls with stop strings or an assistant do not.
 
-        def generate_with_drafts(*args: Any, **kwargs: Any) -> Any:
-            config = kwargs.get("generation_config") or model.generation_config
-            # A stop string needs the tokenizer, which `generate` does not pass on to a `custom_generate`.
-            own = ("custom_generate", "assistant_model", "stop_strings")
-            if any(kwargs.get(name) is not None for name in own) or config.stop_strings is not None:
-                return generate(*args, **kwargs)
-            return generate(*args, **kwargs, custom_generate=self)
-
-        before = vars(model).get("generate")
-        model.generate = generate_with_drafts
+        Blocks may overlap, also in several threads: all calls use the `SsdGenerate` whose block began last.
+        """
+        with REPLACING:
+            if not isinstance(self._model.generate, GenerateInBlocks):
+                self._model.generate = GenerateInBlocks(self._model)
+            replaced = self._model.generate
+            replaced.blocks.append(self)
         try:
             yield
         finally:
-            if before is None:
-                del model.generate
-            else:
-                model.generate = before
+            with REPLACING:
+                replaced.blocks.remove(self)
+                replaced.restore()
 
     def close(self) -> None:
         """Close the connection, or the embedded drafter."""
@@ -136,16 +141,19 @@ class SsdGenerate:
     ) -> None:
         self.close()
 
-    def _decode(self, model: Any, input_ids: Any, options: RequestOptions, arguments: dict[str, Any]) -> Any:
-        """Decode with drafts; options: those of each row."""
+    def _decode(
+        self, model: Any, input_ids: Any, options: RequestOptions, extras: dict[str, Any], arguments: dict[str, Any]
+    ) -> Any:
+        """Decode with drafts; options, extras: those of each row, see `HostSession.start`."""
         if len(input_ids) == 1:
-            return decode_one(self._session, next(self._request_ids), options, model, input_ids, arguments)
+            return decode_one(self._session, next(self._request_ids), options, extras, model, input_ids, arguments)
         decoder = BatchDecoder(self._session, model, input_ids, arguments)
         rows = range(len(input_ids))
         request_ids = [next(self._request_ids) for _ in rows]
-        if options.session:  # Each row of a batch is a conversation of its own.
-            return decoder.run(request_ids, [replace(options, session=f"{options.session}/{row}") for row in rows])
-        return decoder.run(request_ids, [options for _ in rows])
+        # Each row of a batch is a conversation of its own.
+        if (name := extras["ssd_session"]) and isinstance(name, str):
+            return decoder.run(request_ids, options, [{**extras, "ssd_session": f"{name}/{row}"} for row in rows])
+        return decoder.run(request_ids, options, [extras for _ in rows])
 
     def _report_once(self, reason: str) -> None:
         if reason not in self._reported:
@@ -153,36 +161,69 @@ class SsdGenerate:
             LOG.warning(f"{reason}; decoding without drafts")
 
 
+class GenerateInBlocks:
+    """What replaces `generate` of a model within blocks of `SsdGenerate.enabled`."""
+
+    def __init__(self, model: Any) -> None:
+        self.blocks: list[SsdGenerate] = []
+        """Those of the running blocks; only changed with `REPLACING`."""
+        self._model = model
+        self._generate = model.generate
+        self._before = {name: value for name, value in vars(model).items() if name == "generate"}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `generate` of the model, with drafts if it can have them."""
+        names = inspect.signature(type(self._model).generate)
+        given = {**names.bind_partial(self._model, *args).arguments, **kwargs}
+        configs = given.get("generation_config"), self._model.generation_config
+        own = [given.get(name) for name in ("custom_generate", "assistant_model", "stop_strings")]
+        # A stop string needs the tokenizer, which `generate` does not pass on to a `custom_generate`.
+        own += [getattr(config, "stop_strings", None) for config in configs]
+        if all(each is None for each in own):
+            kwargs["custom_generate"] = (None, *self.blocks)[-1]
+        return self._generate(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Put the model's own `generate` back after the last block, unless someone else has replaced this one."""
+        attributes = vars(self._model)
+        if not self.blocks and attributes.get("generate") is self:
+            del attributes["generate"]
+            attributes.update(self._before)
+
+
 def padding_of(max_draft: int) -> Padding:
     """Return the lengths of the drafts of a step: any length, to which those of all rows are padded."""
     return Padding(lengths=tuple(range(min(max_draft, MAX_LENGTHS - 1) + 1)))
 
 
-def streamer_of_caller() -> Any:
-    """Return the `streamer` that was given to `generate`.
+def arguments_of_caller() -> dict[str, Any]:
+    """Return the `streamer` and `synced_gpus` that were given to `generate`.
 
-    `generate` does not pass it on to a `custom_generate`, but has put the prompt into it, and whoever reads from it
-    waits for an end. So it is read from the frame that called `SsdGenerate.__call__`.
+    `generate` does not pass them on to a `custom_generate`, but has put the prompt into the streamer, and whoever reads
+    from it waits for an end. So they are read from the frame that called `SsdGenerate.__call__`.
     """
     caller = sys._getframe(2)
-    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+    given = caller.f_locals if caller.f_code.co_name == "generate" else {}
+    return {name: given[name] for name in ("streamer", "synced_gpus") if given.get(name) is not None}
 
 
 def decode_one(
     session: HostSession,
     request_id: int,
     options: RequestOptions,
+    extras: dict[str, Any],
     model: Any,
     input_ids: Any,
     arguments: dict[str, Any],
 ) -> Any:
     """Run the host's assisted decoding, as one request of the session.
 
-    input_ids: int64 [1, P]. arguments: those of the host's decoding methods. Returns the same as these.
+    options, extras: see `HostSession.start`. input_ids: int64 [1, P]. arguments: those of the host's decoding methods.
+    Returns the same as these.
     """
     prompt = input_ids[0].tolist()
     candidates = Candidates(session, request_id, prompt)
-    session.start(request_id, prompt, options)
+    session.start(request_id, prompt, options, extras)
     try:
         result = type(model)._assisted_decoding(WithCandidates(model, candidates), input_ids, **arguments)
         text = getattr(result, "sequences", result)[0].tolist()

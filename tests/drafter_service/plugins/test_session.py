@@ -223,6 +223,7 @@ def test_rollouts_without_a_group_have_one_of_their_prompt():
     [
         {"ssd_private": "no"},
         {"ssd_session": 3},
+        {"ssd_session": "\ud800"},
         {"ssd_max_draft": True},
         {"hints": 5},
         {"hints": [1.0]},

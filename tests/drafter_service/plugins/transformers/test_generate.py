@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 
 from drafter_service.client.identity import model_identity
 from drafter_service.plugins.transformers import SsdGenerate
@@ -56,6 +56,26 @@ def test_a_streamer_gets_all_tokens_and_the_end(model, tokenizer, ssd, batch):
         assert ssd.counters.steps > 0
 
 
+@pytest.mark.parametrize("arguments", [{}, {"synced_gpus": True}, {"synced_gpus": True, "num_beams": 2}])
+def test_processes_that_run_each_step_together_have_no_drafts(model, tokenizer, ssd, log, monkeypatch, arguments):
+    """Without an argument, the host decides by the model."""
+    if not arguments:
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+        monkeypatch.setattr(model, "_is_fsdp_managed_module", True, raising=False)
+    seen = []
+
+    def has_unfinished(_, this_peer_finished, synced_gpus, device):
+        seen.append(synced_gpus)
+        return not this_peer_finished
+
+    monkeypatch.setattr(GenerationMixin, "_has_unfinished_sequences", has_unfinished)
+    generated(model, ids(tokenizer, PROMPTS[0]), custom_generate=ssd, **arguments)
+    assert set(seen) == {True}
+    assert ssd.counters.steps == 0
+    assert len(log) == 1
+
+
 def test_a_request_whose_reader_is_gone_ends(model, tokenizer, ssd):
     inputs = ids(tokenizer, PROMPTS[0])
     with pytest.raises(RuntimeError, match="the reader is gone"):
@@ -86,6 +106,36 @@ def test_within_the_block_generate_uses_drafts(model, tokenizer, ssd):
     assert "generate" not in vars(model)
     assert generated(model, inputs) == plain
     assert ssd.counters.steps == steps
+
+
+def test_blocks_may_overlap(model, tokenizer, ssd):
+    inputs = ids(tokenizer, PROMPTS[0])
+    with SsdGenerate(model, sidecar="embedded", capacity=20_000) as other:
+        blocks = [ssd.enabled(), ssd.enabled(), other.enabled()]
+        for block in blocks:
+            block.__enter__()
+        blocks[0].__exit__(None, None, None)
+        generated(model, inputs)
+        assert (ssd.counters.steps, other.counters.steps > 0) == (0, True)
+        blocks[2].__exit__(None, None, None)
+        generated(model, inputs)
+        assert ssd.counters.steps > 0
+        blocks[1].__exit__(None, None, None)
+        steps = ssd.counters.steps, other.counters.steps
+        assert "generate" not in vars(model)
+        generated(model, inputs)
+        assert (ssd.counters.steps, other.counters.steps) == steps
+
+
+def test_a_config_without_its_name_is_read_within_the_block(model, tokenizer, ssd):
+    inputs = ids(tokenizer, PROMPTS[0])
+    config = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, stop_strings=["items"])
+    plain = model.generate(inputs, config, tokenizer=tokenizer)
+    with ssd.enabled():
+        assert torch.equal(model.generate(inputs, config, tokenizer=tokenizer), plain)
+        assert ssd.counters.steps == 0
+        model.generate(inputs, GenerationConfig(max_new_tokens=TOKENS, do_sample=False))
+        assert ssd.counters.steps > 0
 
 
 def test_a_cache_of_an_earlier_call_is_decoded_without_drafts(model, tokenizer, ssd, log):

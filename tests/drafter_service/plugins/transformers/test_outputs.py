@@ -11,15 +11,19 @@ import torch
 from scipy.stats import chisquare
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MistralConfig,
     MistralForCausalLM,
     StoppingCriteriaList,
     StopStringCriteria,
+    SynthIDTextWatermarkingConfig,
 )
+from transformers.cache_utils import QuantizedLayer
 
 from drafter_service.plugins.transformers import SsdGenerate, batch
 from drafter_service.plugins.transformers.batch import RowCache
@@ -94,6 +98,7 @@ def test_outputs_are_identical_and_take_fewer_steps_the_second_time(model, untim
         {"max_new_tokens": 1},
         {"exponential_decay_length_penalty": (4, 1.5), "eos_token_id": list(range(200, 1200))},
         {"forced_eos_token_id": 0},
+        {"top_h": 1e-6, "do_sample": True},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
@@ -129,6 +134,31 @@ def test_stop_strings_end_each_row_at_its_token(model, tokenizer, ssd, inputs):
     for _ in range(2):
         assert outputs(model, inputs, custom_generate=ssd, stopping_criteria=criteria) == stopped
         corpus_of(session_of(ssd))
+    assert ssd.counters.accepted > 0
+
+
+@pytest.mark.parametrize("tokens", [-5, 11, TOKENS + 6])
+def test_a_length_of_the_caller_replaces_that_of_the_call(model, ssd, one_or_batch, tokens):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(one_or_batch["input_ids"].shape[1] + tokens)])
+    plain = outputs(model, one_or_batch, stopping_criteria=criteria)
+    assert len(plain[0]) == one_or_batch["input_ids"].shape[1] + max(tokens, 1)
+    for _ in range(2):
+        assert outputs(model, one_or_batch, custom_generate=ssd, stopping_criteria=criteria) == plain
+        corpus_of(session_of(ssd))
+    assert ssd.counters.steps > 0
+
+
+@pytest.mark.parametrize("as_tensor", [int, torch.tensor])
+def test_end_tokens_of_the_caller_replace_those_of_the_model(model, ssd, one_or_batch, as_tensor):
+    """The end token is in the middle of a draft."""
+    width = one_or_batch["input_ids"].shape[1]
+    end = outputs(model, one_or_batch)[0][width + 5]
+    criteria = StoppingCriteriaList([EosTokenCriteria(as_tensor(end))])
+    outputs(model, one_or_batch, custom_generate=ssd)
+    corpus_of(session_of(ssd))
+    plain = outputs(model, one_or_batch, stopping_criteria=criteria)
+    assert plain[0].index(end, width) <= width + 5
+    assert outputs(model, one_or_batch, custom_generate=ssd, stopping_criteria=criteria) == plain
     assert ssd.counters.accepted > 0
 
 
@@ -252,11 +282,49 @@ def test_sampled_outputs_without_drafts_are_identical(model, ssd, one_or_batch):
 def test_each_row_has_a_session_of_its_own(model, ssd, inputs, monkeypatch):
     names = []
     start = session_of(ssd).start
-    monkeypatch.setattr(
-        session_of(ssd), "start", lambda at, text, options: (names.append(options.session), start(at, text, options))
-    )
+
+    def start_named(at, text, options, extras):
+        names.append(extras["ssd_session"])
+        start(at, text, options, extras)
+
+    monkeypatch.setattr(session_of(ssd), "start", start_named)
     outputs(model, inputs, custom_generate=ssd, ssd_session="chat")
     assert names == ["chat/0", "chat/1", "chat/2"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("ssd_max_draft", 2.5),
+        ("ssd_session", "\ud800"),
+        ("ssd_session", 5),
+        ("ssd_private", "no"),
+        ("cache_salt", "\ud800"),
+        ("cache_salt", 5),
+        ("hints", 5),
+    ],
+)
+def test_an_option_of_a_wrong_type_costs_the_drafts_of_its_call(model, ssd, log, one_or_batch, option, value):
+    plain = outputs(model, one_or_batch)
+    assert outputs(model, one_or_batch, custom_generate=ssd, **{option: value}) == plain
+    assert ssd.counters.steps == 0
+    assert len(log) == 1
+    assert option in log[0]
+    assert corpus_of(session_of(ssd)).tokens == 0
+
+
+@pytest.mark.parametrize("convert", [list, tuple, torch.tensor, None])
+def test_hints_are_a_sequence_of_tokens(model, untimed, one_or_batch, convert):
+    plain = outputs(model, one_or_batch)
+    hints = convert and convert(plain[0][one_or_batch["input_ids"].shape[1] :])
+    assert outputs(model, one_or_batch, custom_generate=untimed, hints=hints) == plain
+    assert untimed.counters.steps > 0
+    assert convert is None or untimed.counters.accepted > TOKENS / 2
+
+
+def test_hints_may_be_a_text(model, ssd, log, one_or_batch):
+    assert outputs(model, one_or_batch, custom_generate=ssd, hints="def quicksort") == outputs(model, one_or_batch)
+    assert log == []
 
 
 def test_rows_of_a_call_that_fails_are_not_learned(model, ssd, inputs):
@@ -291,6 +359,10 @@ def every_seventh(ids, scores, **_):
         ("batch", "static KV caches", {"cache_implementation": "static"}),
         ("batch", "logits processor Nothing", {"logits_processor": LogitsProcessorList([Nothing()])}),
         ("batch", "logits processor PrefixConstrained", {"prefix_allowed_tokens_fn": lambda row, _: [row, 5]}),
+        ("one", "logits processor Nothing", {"logits_processor": LogitsProcessorList([Nothing()])}),
+        ("one", "logits processor PrefixConstrained", {"prefix_allowed_tokens_fn": lambda row, _: [row, 5]}),
+        ("one", "logits processor SynthID", {"watermarking_config": SynthIDTextWatermarkingConfig(5, [1, 2])}),
+        ("one", "logits processor UnbatchedClassifierFree", {"guidance_scale": 1.5}),
         ("batch", "stopping criterion function", {"stopping_criteria": [every_seventh]}),
         ("one", "stopping criterion function", {"stopping_criteria": [every_seventh]}),
         ("batch", "scores and states", {"return_dict_in_generate": True, "output_scores": True}),
@@ -314,6 +386,33 @@ def test_a_cache_of_the_caller_is_left_as_the_host_leaves_it(model, ssd, log, in
     assert outputs(model, inputs, past_key_values=caches[1], custom_generate=ssd) == plain
     assert torch.equal(caches[0].layers[0].keys, caches[1].layers[0].keys)
     assert "caller" in log[0]
+
+
+class Quantized(QuantizedLayer):
+    """A layer of a backend that needs no library, without loss."""
+
+    def __init__(self):
+        super().__init__(residual_length=4)
+
+    def _quantize(self, tensor, axis):
+        return tensor.clone()
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+def test_quantized_caches_are_decoded_without_drafts(model, ssd, log, one_or_batch):
+    def generated_with_cache(**arguments):
+        cache = DynamicCache()
+        cache.layers, cache.layer_class_to_replicate = (
+            [Quantized() for _ in range(model.config.num_hidden_layers)],
+            None,
+        )
+        return outputs(model, one_or_batch, past_key_values=cache, **arguments)
+
+    assert generated_with_cache(custom_generate=ssd) == generated_with_cache()
+    assert ssd.counters.steps == 0
+    assert "KV caches with Quantized are not" in log[0]
 
 
 def test_padding_on_the_right_is_decoded_without_drafts(model, ssd, log, inputs):
