@@ -51,6 +51,7 @@ class RemoteSink:
         if (answer := self._wait()).namespace:  # Services up to 0.2.0 do not name it.
             self.state = NamespaceState.of(answer)
         """The namespace before anything is learned."""
+        self._saved_namespace = answer.namespace or namespace
 
     def accept(self, documents: Documents) -> None:
         """Send documents, once the service has learned the ones before. Raises UserError if the service fails."""
@@ -66,10 +67,22 @@ class RemoteSink:
         )
 
     def finish(self) -> Totals:
-        """Wait until the service has learned everything sent, and close the connection. Raises UserError."""
+        """Wait until the service has learned everything sent, let it save, and close the connection. Raises UserError."""
         self._wait()
+        self.saved = self._save()
         self._channel.close()
         return self._total
+
+    def _save(self) -> str:
+        request = pb.SnapshotRequest(namespace=self._saved_namespace)
+        try:
+            answer = self._stub.Snapshot(request, metadata=self._connector.metadata())
+        except grpc.RpcError as error:
+            return (
+                f"no, only in the service's memory ({self._describe(error)}); a service with --snapshot-folder saves it at "
+                "its next interval and when it stops, `ssd-drafter snapshot` at once; others lose it when they end"
+            )
+        return f"yes, {sum(each.bytes for each in answer.saved) / 1e6:,.1f} MB"
 
     def _observe(self, texts: pb.Texts | None) -> grpc.Future:
         request = pb.ObserveRequest(namespace=self._namespace, model=self._model, texts=texts)
@@ -158,5 +171,5 @@ class OfflineSink:
         # Text that is not merged would have to be sorted when the snapshot is loaded.
         while corpus.is_merging:
             corpus.refresh()
-        snapshot.save(corpus, self._path, self._stats)
+        self.saved = f"yes, {snapshot.save(corpus, self._path, self._stats) / 1e6:,.1f} MB"
         return self._learned

@@ -24,7 +24,7 @@ from ssd.errors import UserError
 from ssd.stats import Stats
 from tests.drafter_service.ingest.loads import MODEL, Collected, tokenized, write_jsonl
 from tests.drafter_service.raw import connected
-from tests.servers import served
+from tests.servers import served, serving
 
 
 def result_of(*arguments):
@@ -250,12 +250,21 @@ def test_interruption_says_what_is_kept(tmp_path, monkeypatch):
         invoke("--from", tmp_path / "a.jsonl", "--namespace", "n")
 
 
+def test_text_that_is_not_saved_is_reported(tmp_path):
+    log = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    with serving(listen=f"unix:{tmp_path}/s", drafting=DrafterConfig(capacity=300_000)) as address:
+        printed = invoke("--from", log, "--address", address, "--namespace", "n")
+    assert re.search(r"saved +│ no, only in the service's memory \(.*no snapshot folder", printed)
+
+
 def test_a_service_learns_requests_and_its_end_is_reported(tmp_path, monkeypatch):
     records = [{"prompt_token_ids": list(range(50)), "completion_token_ids": list(range(50, 90))}] * 2
     log = write_jsonl(tmp_path / "a.jsonl", records)
     address = f"unix:{tmp_path}/s"
-    with served("--listen", address, "--capacity", "300k") as process:
-        invoke("--from", log, "--address", address, "--namespace", "n")
+    folder = tmp_path / "snapshots"
+    with served("--listen", address, "--capacity", "300k", "--snapshot-folder", folder) as process:
+        assert re.search(r"saved +│ yes, \d+\.\d MB +│", invoke("--from", log, "--address", address, "--namespace", "n"))
+        assert (folder / "n" / "corpus.ssd").exists()
         with connected(address) as caller:
             (namespace,) = json.loads(caller.call("Report").json)["namespaces"]
         assert namespace["corpus"]["learned_tokens"] == 2 * (32 + 40), "of a prompt, the end is learned"
