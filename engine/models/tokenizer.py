@@ -32,7 +32,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer:
     """Tokenizer of one model."""
 
-    def __init__(self, folder: Path, shown: Collection[str] = ()) -> None:
+    def __init__(self, folder: str | Path, shown: Collection[str] = ()) -> None:
         """Load the tokenizer of a model folder or GGUF file. shown: special tokens that decoded texts include.
 
         Raises UserError if there is no usable tokenizer.
