@@ -140,6 +140,8 @@ MIN_SPEEDUP = 1.05
 """Smallest speed-up for which drafting is recommended; measurements vary by a few percent."""
 MIN_PROMPTS = 10
 """Smallest number of prompts from which a drafter is recommended."""
+MAX_SPREAD = 2.0
+"""Largest ratio of two speed-ups of rounds that is not mentioned with a recommendation."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,7 @@ class Comparison:
         """Return the conclusion, or one sentence that says which drafter to use."""
         if self.conclusion:
             return self.conclusion
-        speedups: dict[str, list[float]] = {}
+        fits: dict[str, list[Result]] = {}
         prompts = max((result.prompts for result in self.results), default=0)
         if prompts < MIN_PROMPTS:
             return f"No recommendation: it takes at least {MIN_PROMPTS} prompts; the speed was measured with {prompts}."
@@ -270,16 +272,27 @@ class Comparison:
             is_right = result.condition.verification == "exact" and result.identical is not False
             if is_right and result.row.name != "none" and result.speedup is not None and result.prompts >= MIN_PROMPTS:
                 name = result.row.name + (f" with a depth of {result.row.depth}" if result.row.has_depth else "")
-                speedups.setdefault(name, []).append(result.speedup)
-        most = max(map(len, speedups.values()), default=0)
-        means = {name: math.prod(each) ** (1 / len(each)) for name, each in speedups.items() if len(each) == most}
+                fits.setdefault(name, []).append(result)
+        most = max(map(len, fits.values()), default=0)
+        means = {
+            name: math.prod(result.speedup or 1.0 for result in each) ** (1 / most)
+            for name, each in fits.items()
+            if len(each) == most
+        }
         if not means:
             return "No drafter was measured in exact mode with the outputs of plain decoding, so none is recommended."
         best = max(means, key=lambda name: means[name])
         where = f"{most} {'condition' if most == 1 else 'conditions'}"
         if means[best] < MIN_SPEEDUP:
             return f"Do not draft here: the best drafter, {best}, gives {means[best]:.2f}x the tokens/s of none."
-        return f"Use {best}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}."
+        ends = [end for result in fits[best] for end in result.speedup_range or ()]
+        doubt = ""
+        if min(ends, default=1.0) < 1 or max(ends, default=1.0) > MAX_SPREAD * min(ends, default=1.0):
+            doubt = (
+                f" But its rounds gave {min(ends):.2f}x to {max(ends):.2f}x: prompts that differ much, or other load on "
+                "this machine; measure again with more prompts while it is idle."
+            )
+        return f"Use {best}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}.{doubt}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file."""
