@@ -11,6 +11,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import add
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from fsspec.implementations.zip import ZipFileSystem
 
 from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
-from drafter_service.ingest.formats import read_records
+from drafter_service.ingest.formats import ABSENT, NO_FORMAT, read_records
 from drafter_service.ingest.json_text import NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
 from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import Reading
@@ -55,6 +56,7 @@ TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"
 EMPTY = "an empty file"
 NO_RECORDS = "a file without records"
 SQLITE = "a database of SQLite; export its messages to JSON"
+HEADER = "; the first line of a CSV names its columns"
 BINARY = "a file that is neither text nor of a known format"
 INSPECT = ("_journal/start.json", "_journal/summaries/", "header.json", "summaries.json")
 """Members of Inspect's logs that only repeat facts of the samples in the others."""
@@ -139,7 +141,8 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
                     yield items
     elif kind in RECORDS:
         for read in read_records(RECORDS[kind](opened, reading), reading.fields, reading.requests):
-            yield reading.items_of(read)
+            notes = [HEADER * (kind == "CSV" and reason.startswith((ABSENT, NO_FORMAT))) for reason in read.skipped]
+            yield reading.items_of(read._replace(skipped=list(map(add, read.skipped, notes))))
     else:
         for item in DOCUMENTS[kind](opened, reading):
             reading.sample(kind, [item])

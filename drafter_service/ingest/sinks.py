@@ -67,7 +67,7 @@ class RemoteSink:
         )
 
     def finish(self) -> Totals:
-        """Wait until the service has learned everything sent, let it save, and close the connection. Raises UserError."""
+        """Wait until the service has learned and saved everything, and close the connection. Raises UserError."""
         self._wait()
         self.saved = self._save()
         self._channel.close()
@@ -79,8 +79,8 @@ class RemoteSink:
             answer = self._stub.Snapshot(request, metadata=self._connector.metadata())
         except grpc.RpcError as error:
             return (
-                f"no, only in the service's memory ({self._describe(error)}); a service with --snapshot-folder saves it at "
-                "its next interval and when it stops, `ssd-drafter snapshot` at once; others lose it when they end"
+                f"no, only in the service's memory ({self._describe(error)}); a service with --snapshot-folder saves it "
+                "at its next interval and when it stops, `ssd-drafter snapshot` at once; others lose it when they end"
             )
         return f"yes, {sum(each.bytes for each in answer.saved) / 1e6:,.1f} MB"
 
