@@ -240,8 +240,8 @@ class ChatPrompts:
         """
         if self._template is None:
             raise UserError(
-                "this model has no chat template; send the text of a prompt to /v1/completions, "
-                "or put a chat_template.jinja into the model's folder"
+                "this model has no chat template; send the text of a prompt to /v1/completions, put a "
+                "chat_template.jinja into the model's folder, or use a chat model, such as --model smollm2"
             )
         try:
             return self._template.render(
