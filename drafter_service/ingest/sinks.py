@@ -79,8 +79,8 @@ class RemoteSink:
             answer = self._stub.Snapshot(request, metadata=self._connector.metadata())
         except grpc.RpcError as error:
             return (
-                f"no, only in the service's memory ({self._describe(error)}); a service with --snapshot-folder saves it "
-                "at its next interval and when it stops, `ssd-drafter snapshot` at once; others lose it when they end"
+                f"no, only in the service's memory ({self._describe(error)}). With a --snapshot-folder, the service "
+                "saves it at its next interval or when `ssd-drafter snapshot` is run. Without, it is lost when it ends."
             )
         return f"yes, {sum(each.bytes for each in answer.saved) / 1e6:,.1f} MB"
 

@@ -142,7 +142,8 @@ def read_workload(options: CompareFlags, folder: Path, tokenizer: Tokenizer) -> 
     path = options.prompts or folder / PROMPTS_FILE
     if options.prompts is None and not path.is_file():
         raise UserError(
-            f"{folder} has no {PROMPTS_FILE}; give --prompts FILE with a prompt on each line, in a .jsonl file as {EXAMPLE}"
+            f"{folder} has no {PROMPTS_FILE}; give --prompts FILE with a prompt on each line, "
+            f"in a .jsonl file as {EXAMPLE}"
         )
     chat = load_chat(folder, tokenizer) if options.chat else None
     prompts = [prompt.tokens(tokenizer, chat) for prompt in read_prompt_file(path)]

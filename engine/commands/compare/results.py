@@ -285,12 +285,12 @@ class Comparison:
         where = f"{most} {'condition' if most == 1 else 'conditions'}"
         if means[best] < MIN_SPEEDUP:
             return f"Do not draft here: the best drafter, {best}, gives {means[best]:.2f}x the tokens/s of none."
-        ends = [end for result in fits[best] for end in result.speedup_range or ()]
+        rounds = [end for result in fits[best] for end in result.speedup_range or (means[best],)]
         doubt = ""
-        if min(ends, default=1.0) < 1 or max(ends, default=1.0) > MAX_SPREAD * min(ends, default=1.0):
+        if min(rounds) < 1 or max(rounds) > MAX_SPREAD * min(rounds):
             doubt = (
-                f" But its rounds gave {min(ends):.2f}x to {max(ends):.2f}x: prompts that differ much, or other load on "
-                "this machine; measure again with more prompts while it is idle."
+                f" But its rounds gave {min(rounds):.2f}x to {max(rounds):.2f}x, because prompts differ or other load "
+                "disturbed them: measure again with more prompts while this machine is idle."
             )
         return f"Use {best}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}.{doubt}"
 
