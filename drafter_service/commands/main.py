@@ -36,8 +36,6 @@ ENGINE_KERNELS = (
     "engine.speculation.selection",
 )
 """Modules that import all kernels of the engine. They need PyTorch, so they are only named here."""
-PRECOMPILE_WORK = 280
-"""Number of functions that numba compiles for `KERNELS`."""
 SILENT_S = 15.0
 """Seconds between lines with the time: a single function can take long, and so can the engine's kernels."""
 COMPILE = (
@@ -88,7 +86,7 @@ def precompile() -> None:
     if find_spec("torch") is not None:
         # numba compiles one function at a time, so the engine's kernels have a process of their own.
         engine = subprocess.Popen([sys.executable, "-c", COMPILE.format(", ".join(ENGINE_KERNELS))])
-    with watched_compilation(ProgressLines(click.echo), PRECOMPILE_WORK):
+    with watched_compilation(ProgressLines(click.echo)):
         for module in KERNELS:
             import_module(module)  # Kernels are compiled when their modules are imported.
     if engine is not None and engine.wait():

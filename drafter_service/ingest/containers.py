@@ -11,7 +11,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import add
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from fsspec.implementations.zip import ZipFileSystem
 
 from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
-from drafter_service.ingest.formats import ABSENT, NO_FORMAT, read_records
+from drafter_service.ingest.formats import read_records
 from drafter_service.ingest.json_text import NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
 from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import Reading
@@ -141,8 +140,8 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
                     yield items
     elif kind in RECORDS:
         for read in read_records(RECORDS[kind](opened, reading), reading.fields, reading.requests):
-            notes = [HEADER * (kind == "CSV" and reason.startswith((ABSENT, NO_FORMAT))) for reason in read.skipped]
-            yield reading.items_of(read._replace(skipped=list(map(add, read.skipped, notes))))
+            note = HEADER if kind == "CSV" and not read.format else ""
+            yield reading.items_of(read._replace(skipped=[reason + note for reason in read.skipped]))
     else:
         for item in DOCUMENTS[kind](opened, reading):
             reading.sample(kind, [item])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from shlex import quote
@@ -52,7 +51,6 @@ NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
 NO_FORMAT = "no known format"
 ANY_FIELD = "; --field NAME reads one field as the output"
 """Ends a refusal without a suggestion."""
-ABSENT = "no field for --field"
 NO_FIELD = "a field of --field is empty, or neither text, messages nor token ids"
 MAX_NAMES = 12
 """Names of fields in a reason."""
@@ -247,20 +245,8 @@ def read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
             found += conversation(body, record.value, skipped, prompt) or []
         elif body is not value or not isinstance(value, dict) or role_of(value) is not None or "choices" in value:
             found += [Found(output, prompt) for output in outputs_of(body, skipped)]
-    if found:
-        yield Read(record, "--field", found, skipped)
-        return
-    absent = next((field for field, values in zip(fields, reached, strict=True) if not values), None)
-    names = tuple(record.value) if isinstance(record.value, dict) else ()
-    reason = NO_FIELD if absent is None else _absence(absent, names)
-    yield Read(record, "", [], [reason + _names(record.value)])
-
-
-@lru_cache(MAX_SHAPES)
-def _absence(field: str, names: tuple[str, ...]) -> str:
-    """Return that a record does not have a field of --field, with the nearest name of those that it has."""
-    nearest = get_close_matches(field, [name for name in names if isinstance(name, str) and NAME.fullmatch(name)], 1)
-    return f"{ABSENT} {field}" + "".join(f" (perhaps {name})" for name in nearest)
+    reason = next((f"no field {field}" for field, values in zip(fields, reached, strict=True) if not values), NO_FIELD)
+    yield Read(record, "--field", found, skipped) if found else Read(record, "", [], [reason + _names(record.value)])
 
 
 def _reached(value: object, path: str) -> Iterator[object]:

@@ -69,20 +69,17 @@ class RemoteSink:
     def finish(self) -> Totals:
         """Wait until the service has learned and saved everything, and close the connection. Raises UserError."""
         self._wait()
-        self.saved = self._save()
-        self._channel.close()
-        return self._total
-
-    def _save(self) -> str:
         request = pb.SnapshotRequest(namespace=self._saved_namespace)
         try:
             answer = self._stub.Snapshot(request, metadata=self._connector.metadata())
+            self.saved = f"yes, {sum(each.bytes for each in answer.saved) / 1e6:,.1f} MB"
         except grpc.RpcError as error:
-            return (
+            self.saved = (
                 f"no, only in the service's memory ({self._describe(error)}). With a --snapshot-folder, the service "
                 "saves it at its next interval or when `ssd-drafter snapshot` is run. Without, it is lost when it ends."
             )
-        return f"yes, {sum(each.bytes for each in answer.saved) / 1e6:,.1f} MB"
+        self._channel.close()
+        return self._total
 
     def _observe(self, texts: pb.Texts | None) -> grpc.Future:
         request = pb.ObserveRequest(namespace=self._namespace, model=self._model, texts=texts)

@@ -14,8 +14,8 @@ from ssd.errors import UserError
 
 FIELDS = ("prompt", "source")
 """Fields of a line of a .jsonl file; `source` may say where a prompt is from, and is not used."""
-EXAMPLE = '{"prompt": "def main():"}'
-"""A line of a .jsonl file, for error messages."""
+LINES = 'a prompt on each line, in a .jsonl file as {"prompt": "def main():"}'
+"""What a file contains, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ def read_prompt_file(path: Path) -> list[Prompt]:
     """Return the prompts of a file: its lines, or those of the objects in a .jsonl file. Raises UserError."""
     # `splitlines` would also split at form feeds and Unicode separators.
     lines = _read_file(path).removesuffix("\n").split("\n")
-    as_json = f", such as {EXAMPLE}" if path.suffix == ".jsonl" else ""
-    if as_json:
+    if path.suffix == ".jsonl":
         try:
             prompts = [_prompt_of_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
         except UserError as problem:
@@ -58,7 +57,7 @@ def read_prompt_file(path: Path) -> list[Prompt]:
     else:
         prompts = [Prompt(line) for line in lines if line.strip()]
     if not prompts:
-        raise UserError(f"{path} has no prompt; write one per line{as_json}")
+        raise UserError(f"{path} has no prompt; write {LINES}")
     return prompts
 
 

@@ -263,7 +263,8 @@ class Comparison:
         """Return the conclusion, or one sentence that says which drafter to use."""
         if self.conclusion:
             return self.conclusion
-        fits: dict[str, list[Result]] = {}
+        speedups: dict[str, list[float]] = {}
+        rounds: dict[str, list[float]] = {}
         prompts = max((result.prompts for result in self.results), default=0)
         if prompts < MIN_PROMPTS:
             return f"No recommendation: it takes at least {MIN_PROMPTS} prompts; the speed was measured with {prompts}."
@@ -272,27 +273,20 @@ class Comparison:
             is_right = result.condition.verification == "exact" and result.identical is not False
             if is_right and result.row.name != "none" and result.speedup is not None and result.prompts >= MIN_PROMPTS:
                 name = result.row.name + (f" with a depth of {result.row.depth}" if result.row.has_depth else "")
-                fits.setdefault(name, []).append(result)
-        most = max(map(len, fits.values()), default=0)
-        means = {
-            name: math.prod(result.speedup or 1.0 for result in each) ** (1 / most)
-            for name, each in fits.items()
-            if len(each) == most
-        }
+                speedups.setdefault(name, []).append(result.speedup)
+                rounds.setdefault(name, []).extend(result.speedup_range or ())
+        most = max(map(len, speedups.values()), default=0)
+        means = {name: math.prod(each) ** (1 / len(each)) for name, each in speedups.items() if len(each) == most}
         if not means:
             return "No drafter was measured in exact mode with the outputs of plain decoding, so none is recommended."
         best = max(means, key=lambda name: means[name])
         where = f"{most} {'condition' if most == 1 else 'conditions'}"
         if means[best] < MIN_SPEEDUP:
             return f"Do not draft here: the best drafter, {best}, gives {means[best]:.2f}x the tokens/s of none."
-        rounds = [end for result in fits[best] for end in result.speedup_range or (means[best],)]
-        doubt = ""
-        if min(rounds) < 1 or max(rounds) > MAX_SPREAD * min(rounds):
-            doubt = (
-                f" But its rounds gave {min(rounds):.2f}x to {max(rounds):.2f}x, because prompts differ or other load "
-                "disturbed them: measure again with more prompts while this machine is idle."
-            )
-        return f"Use {best}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}.{doubt}"
+        use = f"Use {best}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}."
+        low, high = min(rounds[best]), max(rounds[best])
+        doubt = f" But its rounds gave {low:.2f}x to {high:.2f}x: measure again with more prompts, on an idle machine."
+        return use + (doubt if low < 1 or high > MAX_SPREAD * low else "")
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file."""

@@ -232,7 +232,11 @@ def test_requests_run_at_the_same_time(compare, tmp_path):
         ("mtp", "--warm 9", "has 4 prompts, but 9 earlier"),
         ("mtp", "--requests 5", "but 0 earlier and 5 measured"),
         ("mtp", "--prompts /no/file", "cannot read /no/file"),
-        ("mtp", "--prompts {tmp}/empty.jsonl", 'has no prompt; write one per line, such as {"prompt": '),
+        (
+            "mtp",
+            "--prompts {tmp}/empty.jsonl",
+            'has no prompt; write a prompt on each line, in a .jsonl file as {"prompt": ',
+        ),
         ("mtp", "--prompts {tmp}/long.txt", "error: prompt 2: the prompt has"),
         ("mtp", "--draft-model mtp=/no/folder", "/no/folder"),
         ("mtp,medusa", "--draft-model eagle=/no/folder", "does not fit --drafter mtp+medusa"),
