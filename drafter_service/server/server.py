@@ -67,9 +67,7 @@ class DrafterServer:
 
     async def _start(self) -> None:
         store = self.namespaces.store
-        if store is None:
-            logger.info("no snapshot folder: the corpus is lost when the service ends", advice="--snapshot-folder")
-        else:
+        if store is not None:
             self._locks.enter_context(store.exclusive_use())
         for name in self._config.namespaces.configured:
             try:
