@@ -27,7 +27,7 @@ $(READY): pyproject.toml
 	@$(PIP) $(TORCH_PIP_ARGS) '$(TORCH)'
 	@echo "[3/4] installing the packages and their dependencies"
 	@$(PIP) --editable '.[dev]'
-	@echo "[4/4] compiling the kernels (about a minute)"
+	@echo "[4/4] compiling the kernels (one to three minutes)"
 	@$(BIN)/ssd-drafter precompile
 	@touch $@
 

@@ -41,14 +41,15 @@ def process_name() -> str:
     return f"{machine}:{os.getpid()}"
 
 
-def model_identity(folder: Path, *, adapter: Path | None = None) -> ModelIdentity:
+def model_identity(folder: str | Path, *, adapter: str | Path | None = None) -> ModelIdentity:
     """Return the identity of the model in a Hugging Face folder or GGUF file, with a LoRA adapter's folder if any.
 
     Its name is that of the folder, or of the hub's repository for a folder in the hub's cache, or of the GGUF file; it
     is for display. A GGUF file has the same identity here and in llama.cpp. Raises UserError if a file that is needed
     cannot be read.
     """
-    adapter_fingerprint = "" if adapter is None else fingerprint(adapter / ADAPTER_FILE)
+    folder = Path(folder)
+    adapter_fingerprint = "" if adapter is None else fingerprint(Path(adapter) / ADAPTER_FILE)
     if is_gguf(folder):
         file = open_gguf(folder)
         vocabulary = vocabulary_fingerprint(text.encode() for text in file.tokens())
@@ -149,6 +150,8 @@ def _name(folder: Path) -> str:
 
 def _text_config(path: Path) -> dict[str, Any]:
     """Return the configuration of the text model, with its integer `vocab_size`. Raises UserError."""
+    if not path.parent.is_dir():
+        raise UserError(f"there is no model folder {path.parent}; give a Hugging Face folder, or a GGUF file")
     try:
         config = json.loads(path.read_text())
         # Multimodal models have a section for the text model.

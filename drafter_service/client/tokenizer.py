@@ -41,7 +41,7 @@ SEAM_CHARS = 128
 SEAMS_TRIED = 50
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """Return the tokenizer of a model folder or GGUF file.
 
     Raises UserError if there is no usable one, which says why, and if a library is missing.
@@ -50,6 +50,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         from tokenizers import Tokenizer
     except ImportError:
         raise missing_extra("the tokenizer of a model needs tokenizers", "text") from None
+    path = Path(path)
     is_folder = not is_gguf(path)
     file = path / TOKENIZER_FILE if is_folder else path
     for one in (path, file):

@@ -13,6 +13,8 @@ from ssd.errors import UserError
 HEALTH_TIMEOUT_S = 3.0
 HEALTH_INTERVAL_S = 0.2
 """Interval between checks of a service that is not ready yet."""
+SECONDS = click.FloatRange(0)
+SECONDS.name = "number of seconds"  # In "'1h' is not a valid ..."
 RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 """Connect again quickly while the service is starting."""
 TABLE_WIDTH = 1000
@@ -21,7 +23,7 @@ them."""
 
 
 @click.command(cls=FlagCommand)
-@click.option("--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Wait for a starting service.")
+@click.option("--wait", type=SECONDS, default=0.0, metavar="SECONDS", help="Wait for a starting service.")
 @connection_options
 def health(wait: float, link: Link) -> None:
     """Exit with 0 if the service is serving.
@@ -88,11 +90,15 @@ def namespaces(link: Link) -> None:
 @click.command(cls=FlagCommand)
 @click.argument("namespace")
 @click.option("--request", help="Forget what was learned under this name.")
-@click.option("--older-than", type=click.FloatRange(0), metavar="SECONDS", help="Forget text that is older than this.")
+@click.option("--older-than", type=SECONDS, metavar="SECONDS", help="Forget text that is older than this.")
 @click.option("--everything", is_flag=True, help="Forget all text; learned probabilities and statistics are kept.")
 @connection_options
 def forget(namespace: str, request: str | None, older_than: float | None, everything: bool, link: Link) -> None:
     """Remove text from a namespace and from its snapshot.
+
+    Text of `warm` has the name of its request_id, or the id of an API's response; other text, such as rows of CSV and
+    chats of ShareGPT, FILE:NUMBER with the full path and the number of the record. A record's further texts have the
+    names NAME/1, NAME/2 and so on.
 
     Exits with 1 if no text has the name given by --request.
     """

@@ -36,6 +36,8 @@ ENGINE_KERNELS = (
     "engine.speculation.selection",
 )
 """Modules that import all kernels of the engine. They need PyTorch, so they are only named here."""
+SILENT_S = 15.0
+"""Seconds between lines with the time: a single function can take long, and so can the engine's kernels."""
 COMPILE = (
     "from ssd.kernels.progress import watched_compilation\nwith watched_compilation(lambda _: None):\n    import {}"
 )
@@ -65,6 +67,7 @@ def precompile() -> None:
     """
     import subprocess
     import sys
+    import threading
     import time
     from importlib import import_module
     from importlib.util import find_spec
@@ -72,6 +75,13 @@ def precompile() -> None:
     from ssd.kernels.progress import ProgressLines, watched_compilation
 
     began = time.perf_counter()
+    is_done = threading.Event()
+
+    def show_time() -> None:
+        while not is_done.wait(SILENT_S):
+            click.echo(f"compiling kernels for {time.perf_counter() - began:.0f} s")
+
+    threading.Thread(target=show_time, daemon=True).start()
     engine = None
     if find_spec("torch") is not None:
         # numba compiles one function at a time, so the engine's kernels have a process of their own.
@@ -81,6 +91,7 @@ def precompile() -> None:
             import_module(module)  # Kernels are compiled when their modules are imported.
     if engine is not None and engine.wait():
         raise UserError("the kernels of ssd-engine cannot be compiled; the reason is printed above")
+    is_done.set()
     click.echo(f"ready after {time.perf_counter() - began:.1f} s")
 
 

@@ -53,6 +53,8 @@ def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **
     """Serve drafts to engines until SIGINT or SIGTERM."""
     import asyncio
 
+    import structlog
+
     from drafter_service.settings.tree import SETTINGS, load_settings, read_assignments
 
     given = {FLAGS[name]: value for name, value in flags.items() if value is not None}
@@ -64,6 +66,9 @@ def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **
     from drafter_service.server.startup import run_service
 
     configure_logs(tree.reports.log_format, tree.reports.log_level)
+    if tree.snapshots.folder is None:
+        logger = structlog.get_logger(__name__)
+        logger.info("no snapshot folder: the corpus is lost when the service ends", advice="--snapshot-folder FOLDER")
 
     def announce(address: str) -> None:
         capacity = f"up to {tree.drafting.capacity:,} tokens per namespace"

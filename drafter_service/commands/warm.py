@@ -80,7 +80,7 @@ def warm(given: SourceFlags, more_sources: tuple[str, ...], options: WarmFlags, 
         except KeyboardInterrupt:
             kept = "nothing was saved" if snapshot else "the same command skips what the service has learned"
             raise UserError(f"interrupted; {kept}") from None
-    _show(learned, time.perf_counter() - began, reading)
+    _show(learned, sink.saved, time.perf_counter() - began, reading)
 
 
 def _into_service(link: Link, namespace: str | None, tokenizer: Path | None) -> Sink:
@@ -100,8 +100,9 @@ def _into_service(link: Link, namespace: str | None, tokenizer: Path | None) -> 
     return sink
 
 
-def _show(learned: Totals, seconds: float, reading: Reading) -> None:
+def _show(learned: Totals, saved: str, seconds: float, reading: Reading) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -113,6 +114,7 @@ def _show(learned: Totals, seconds: float, reading: Reading) -> None:
     table.add_row("documents", f"{learned.documents:,}")
     table.add_row("tokens", f"{learned.tokens:,}")
     table.add_row("documents already known", f"{learned.duplicates:,}")
+    table.add_row("saved", escape(saved))
     table.add_row("time", f"{seconds:.1f} s, {learned.tokens / seconds:,.0f} tokens/s")
     console.print(table)
     if reading.faults.by_reason:

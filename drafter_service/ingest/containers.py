@@ -55,6 +55,7 @@ TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"
 EMPTY = "an empty file"
 NO_RECORDS = "a file without records"
 SQLITE = "a database of SQLite; export its messages to JSON"
+HEADER = "; the first line of a CSV names its columns"
 BINARY = "a file that is neither text nor of a known format"
 INSPECT = ("_journal/start.json", "_journal/summaries/", "header.json", "summaries.json")
 """Members of Inspect's logs that only repeat facts of the samples in the others."""
@@ -139,7 +140,8 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
                     yield items
     elif kind in RECORDS:
         for read in read_records(RECORDS[kind](opened, reading), reading.fields, reading.requests):
-            yield reading.items_of(read)
+            note = HEADER if kind == "CSV" and not read.format else ""
+            yield reading.items_of(read._replace(skipped=[reason + note for reason in read.skipped]))
     else:
         for item in DOCUMENTS[kind](opened, reading):
             reading.sample(kind, [item])

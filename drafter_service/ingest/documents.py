@@ -91,6 +91,9 @@ class Totals(NamedTuple):
 class Sink(Protocol):
     """A corpus that learns the documents of a load, local or of a running service."""
 
+    saved: str
+    """Whether the documents are on disk, and what to do if not; set by `finish`."""
+
     def accept(self, documents: Documents) -> None:
         """Learn documents. Blocks while the sink is busy."""
 

@@ -49,7 +49,9 @@ WORDS = re.compile(r"(?!\d{4}-\d\d-\d\d)[\W\d_]*[^\W\d_]")
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
 """Names of fields that messages repeat. Others may be texts of users."""
 NO_FORMAT = "no known format"
-NO_FIELD = "a field of --field is missing, or neither text, messages nor token ids"
+ANY_FIELD = "; --field NAME reads one field as the output"
+"""Ends a refusal without a suggestion."""
+NO_FIELD = "a field of --field is empty, or neither text, messages nor token ids"
 MAX_NAMES = 12
 """Names of fields in a reason."""
 
@@ -159,7 +161,8 @@ def _read(
             refusals[names] = refusal(value) if len(refusals) < MAX_SHAPES else NO_FORMAT
         elif refusals[names] != NO_FORMAT and HINT not in refusals[names]:  # The field may have been empty.
             refusals[names] += _advice(value)
-        yield Read(record, "", [], [refusals[names]])
+        reason = refusals[names]
+        yield Read(record, "", [], [reason if reason == NO_FORMAT or HINT in reason else reason + ANY_FIELD])
 
 
 def _is_setting(event: Value) -> bool:
@@ -234,7 +237,7 @@ def read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
     """Yield the outputs in the last of the fields that the user names, with the prompt in the others."""
     skipped: list[str] = []
     found: list[Found] = []
-    *before, outputs = ([*_reached(record.value, field.replace("[]", ""))] for field in fields)
+    *before, outputs = reached = [[*_reached(record.value, field.replace("[]", ""))] for field in fields]
     prompt = _joined([value for values in before for value in values])
     for value in outputs if all(before) else ():
         body = answers.body_of(value)
@@ -242,7 +245,8 @@ def read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
             found += conversation(body, record.value, skipped, prompt) or []
         elif body is not value or not isinstance(value, dict) or role_of(value) is not None or "choices" in value:
             found += [Found(output, prompt) for output in outputs_of(body, skipped)]
-    yield Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
+    reason = next((f"no field {field}" for field, values in zip(fields, reached, strict=True) if not values), NO_FIELD)
+    yield Read(record, "--field", found, skipped) if found else Read(record, "", [], [reason + _names(record.value)])
 
 
 def _reached(value: object, path: str) -> Iterator[object]:

@@ -22,7 +22,7 @@ MAX_JSON = 32 << 20
 """Maximum length of a line in bytes, or of a value on several lines in characters; longer lines are skipped. A request
 of a million tokens has about 7 MB, 12 MB with its text."""
 NOT_JSON = "not JSON"
-NOT_UTF8 = "text that is not UTF-8"
+NOT_UTF8 = "text that is not UTF-8; convert it, such as with iconv -f LATIN1 -t UTF-8"
 JSON_TOO_LONG = f"JSON longer than {MAX_JSON >> 20} MiB"
 JSON_CUT = "JSON that is cut off"
 IGNORED = re.compile(rb"\s*(#|//|:|(event|id|retry):|(data:\s*(\[DONE\]\s*)?)?$)")

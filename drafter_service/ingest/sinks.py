@@ -51,6 +51,7 @@ class RemoteSink:
         if (answer := self._wait()).namespace:  # Services up to 0.2.0 do not name it.
             self.state = NamespaceState.of(answer)
         """The namespace before anything is learned."""
+        self._saved_namespace = answer.namespace or namespace
 
     def accept(self, documents: Documents) -> None:
         """Send documents, once the service has learned the ones before. Raises UserError if the service fails."""
@@ -59,8 +60,17 @@ class RemoteSink:
             self._answer = self._observe(_texts_of(documents, first, first + MAX_TEXTS))
 
     def finish(self) -> Totals:
-        """Wait until the service has learned everything sent, and close the connection. Raises UserError."""
+        """Wait until the service has learned and saved everything, and close the connection. Raises UserError."""
         self._wait()
+        request = pb.SnapshotRequest(namespace=self._saved_namespace)
+        try:
+            answer = self._stub.Snapshot(request, metadata=self._connector.metadata())
+            self.saved = f"yes, {sum(each.bytes for each in answer.saved) / 1e6:,.1f} MB"
+        except grpc.RpcError as error:
+            self.saved = (
+                f"no, only in the service's memory ({self._describe(error)}). With a --snapshot-folder, the service "
+                "saves it at its next interval or when `ssd-drafter snapshot` is run. Without, it is lost when it ends."
+            )
         self._channel.close()
         return self._total
 
@@ -163,5 +173,5 @@ class OfflineSink:
         # Text that is not merged would have to be sorted when the snapshot is loaded.
         while corpus.is_merging:
             corpus.refresh()
-        snapshot.save(corpus, self._path, self._stats)
+        self.saved = f"yes, {snapshot.save(corpus, self._path, self._stats) / 1e6:,.1f} MB"
         return self._learned

@@ -57,6 +57,8 @@ class ConnectionLog:
         """address: the drafter's. report: writes a message to the host's log. has_copy: see `PluginSettings`."""
         self._address = address
         self._has_copy = has_copy
+        self.has_welcome = False
+        """Whether the service has accepted a connection before."""
         self._report = report
         self._reasons: set[str] = set()
         """Reported reasons since a connection last worked again."""
@@ -73,7 +75,9 @@ class ConnectionLog:
             self._is_lost |= not is_refused
         rest = "without drafts"
         if self._has_copy:
-            rest = "with drafts from the copy for at most 30 s, then from running requests"
+            rest = "with drafts from running requests alone"
+            if self.has_welcome:
+                rest = "with drafts from the copy for at most 30 s, then from running requests"
         self._report(f"no connection to the drafter at {self._address} ({reason}); continuing {rest}")
 
     def resumed(self) -> None:
@@ -209,6 +213,7 @@ class HostNamespaces:
 
     def _welcomed(self, welcome: Welcome, is_default: bool) -> None:
         """Say what the service does not allow, which namespace is the default one, and whether text is elsewhere."""
+        self._connections.has_welcome = True
         longest, address = self._limits.max_draft, self._settings.sidecar
         if longest > welcome.max_draft:
             self._report_once(

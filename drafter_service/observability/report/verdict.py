@@ -26,10 +26,11 @@ def saving(drafting: Drafting) -> str:
     """Return the predicate of a sentence about the savings, whose subject is the namespace."""
     if drafting.steps == 0:
         return "has not received a request for drafts yet."
-    if drafting.drafted == 0:
+    is_gain = (drafting.saved_share or 0.0) >= MIN_GAIN
+    if drafting.drafted == 0 and not is_gain:  # Engines may report draft tokens later than steps, or never.
         return f"has drafted nothing in {units.counted(drafting.steps, 'step')}: no remembered text has recurred."
     tokens = f"{units.ratio(drafting.tokens_per_step)} tokens per step instead of 1"
-    if (drafting.saved_share or 0.0) < MIN_GAIN:
+    if not is_gain:
         return f"saves less than 1% of the target's steps so far: {tokens}."
     return f"saves {units.share(drafting.saved_share)} of the target's steps: {tokens}."
 

@@ -23,15 +23,16 @@ USAGE = "usage: python -m drafter_service.plugins.vllm check [flags of `vllm ser
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status."""
+    wants_help = bool({"-h", "--help"} & set(arguments))
     if arguments[:1] != ["check"]:
         print(USAGE)
-        return 0 if {"-h", "--help"} & set(arguments) else 2
+        return 0 if wants_help else 2
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm
     except ImportError as problem:
-        print(f"vLLM cannot be imported: {problem}")
-        return 1
+        print(USAGE if wants_help else f"vLLM cannot be imported: {problem}; run this in vLLM's environment")
+        return 0 if wants_help else 1
     print(f"vLLM {vllm.__version__}")
     if (choice := check_version(vllm.__version__)) is not None:
         return report(choice)

@@ -26,7 +26,7 @@ from engine.commands.compare.trial import BATCH, Trial, Workload
 from engine.commands.launch import load
 from engine.commands.options import CompareFlags, EngineOptions
 from engine.commands.progress import LongProgress, StoppedError, deferred_interruption
-from engine.commands.prompts import load_chat, read_prompt_file
+from engine.commands.prompts import LINES, load_chat, read_prompt_file
 from engine.config import ContextWindow, Verification
 from engine.models.loader import load_config
 from engine.models.shipped import PROMPTS_FILE
@@ -140,6 +140,8 @@ def measure(
 def read_workload(options: CompareFlags, folder: Path, tokenizer: Tokenizer) -> Workload:
     """Return the prompts to run. Raises UserError if there are too few, or if the model cannot run one of them."""
     path = options.prompts or folder / PROMPTS_FILE
+    if options.prompts is None and not path.is_file():
+        raise UserError(f"{folder} has no {PROMPTS_FILE}; give --prompts FILE with {LINES}")
     chat = load_chat(folder, tokenizer) if options.chat else None
     prompts = [prompt.tokens(tokenizer, chat) for prompt in read_prompt_file(path)]
     count = len(prompts) - options.earlier if options.requests is None else options.requests

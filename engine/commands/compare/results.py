@@ -140,6 +140,8 @@ MIN_SPEEDUP = 1.05
 """Smallest speed-up for which drafting is recommended; measurements vary by a few percent."""
 MIN_PROMPTS = 10
 """Smallest number of prompts from which a drafter is recommended."""
+MAX_SPREAD = 2.0
+"""Largest ratio of two speed-ups of rounds that is not mentioned with a recommendation."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,7 @@ class Comparison:
         if self.conclusion:
             return self.conclusion
         speedups: dict[str, list[float]] = {}
+        rounds: dict[str, list[float]] = {}
         prompts = max((result.prompts for result in self.results), default=0)
         if prompts < MIN_PROMPTS:
             return f"No recommendation: it takes at least {MIN_PROMPTS} prompts; the speed was measured with {prompts}."
@@ -271,6 +274,7 @@ class Comparison:
             if is_right and result.row.name != "none" and result.speedup is not None and result.prompts >= MIN_PROMPTS:
                 name = result.row.name + (f" with a depth of {result.row.depth}" if result.row.has_depth else "")
                 speedups.setdefault(name, []).append(result.speedup)
+                rounds.setdefault(name, []).extend(result.speedup_range or ())
         most = max(map(len, speedups.values()), default=0)
         means = {name: math.prod(each) ** (1 / len(each)) for name, each in speedups.items() if len(each) == most}
         if not means:
@@ -279,7 +283,10 @@ class Comparison:
         where = f"{most} {'condition' if most == 1 else 'conditions'}"
         if means[best] < MIN_SPEEDUP:
             return f"Do not draft here: the best drafter, {best}, gives {means[best]:.2f}x the tokens/s of none."
-        return f"Use {best}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}."
+        use = f"Use {best}: {means[best]:.2f}x the tokens/s of none, geometric mean over {where}."
+        low, high = min(rounds[best]), max(rounds[best])
+        doubt = f" But its rounds gave {low:.2f}x to {high:.2f}x: measure again with more prompts, on an idle machine."
+        return use + (doubt if low < 1 or high > MAX_SPREAD * low else "")
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file."""

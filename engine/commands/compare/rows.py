@@ -14,9 +14,10 @@ from ssd.errors import UserError
 ALL = "all"
 NOT_IN_ALL = ("none", "ssd-remote")
 """Kinds that `all` leaves out: the baseline itself, and the same drafter as `ssd` behind a socket."""
-PATH_KINDS = ("draft-model", "self-int8", "mtp", "eagle", "eagle3")
-"""Kinds that draft paths unless a shape is given: a figure at depth K then belongs to K draft tokens. Each further node
-of their trees takes a row in a forward pass of its own; other kinds get the nodes of a tree nearly for free."""
+PATH_KINDS = ("ngram", "classic", "draft-model", "self-int8", "mtp", "eagle", "eagle3")
+"""Kinds that draft paths unless a shape is given; `ngram` and `classic` always do. A network's figure at depth K then
+belongs to K draft tokens. Each further node of its trees takes a row in a forward pass of its own; other kinds get the
+nodes of a tree nearly for free."""
 SHAPE = "shape"
 """Option of a row that is not the drafter's."""
 

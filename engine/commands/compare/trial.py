@@ -226,13 +226,17 @@ class Trial:
             max_sequences=max(BATCH, condition.concurrency),
         )
 
+        during = ""
+
         def warn(text: str) -> None:
-            self.warn(f"{row.name}: {text}")
+            self.warn(f"{row.name}{during}: {text}")
 
         built = launch(self.model, self.tokenizer, options, warn, notify=lambda _: None, verifies_all=verifies_all)
         with closing(built) as engine:
             count = 0 if row is BASELINE else self.workload.earlier_count(row, verifies_all=verifies_all)
+            during = ", in the earlier requests"
             for group in groups(self.workload.earlier_requests(condition, count), BATCH):
                 self._turn(engine, row, group)
+            during = ""
             time.sleep(INDEXING_S if count and row.remembers else 0)
             yield engine

@@ -29,7 +29,9 @@ def test_the_identity_is_read_from_the_folder(folder, monkeypatch):
     assert (identity.name, identity.vocab_size) == ("some-model", 4096)
     assert (identity.tokenizer, identity.adapter) == (sha256(b"tokens"), "")
     monkeypatch.chdir(folder)
-    assert model_identity(folder.joinpath(".").relative_to(folder)) == identity
+    assert model_identity(folder.joinpath(".").relative_to(folder)) == model_identity(str(folder)) == identity
+    with pytest.raises(UserError, match=f"there is no model folder {folder}/none; give"):
+        model_identity(folder / "none")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ssd.errors import UserError
 from ssd.stats import Stats
 from tests.drafter_service.ingest.loads import MODEL, Collected, tokenized, write_jsonl
 from tests.drafter_service.raw import connected
-from tests.servers import served
+from tests.servers import served, serving
 
 
 def result_of(*arguments):
@@ -167,6 +167,7 @@ def test_every_file_and_document_is_accounted_for(tmp_path):
         "text, but no --tokenizer",
         "an output without tokens",
         "neither JSON nor a table",
+        "essay; --field NAME reads one field as the output; the first line of a CSV names its columns",
         "YAML",
     ):
         assert any(reason in each for each in skipped), reason
@@ -250,22 +251,32 @@ def test_interruption_says_what_is_kept(tmp_path, monkeypatch):
         invoke("--from", tmp_path / "a.jsonl", "--namespace", "n")
 
 
+def test_text_that_is_not_saved_is_reported(tmp_path):
+    log = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    with serving(listen=f"unix:{tmp_path}/s", drafting=DrafterConfig(capacity=300_000)) as address:
+        printed = invoke("--from", log, "--address", address, "--namespace", "n")
+    assert re.search(r"saved +│ no, only in the service's memory \(.*no snapshot folder", printed)
+
+
 def test_a_service_learns_requests_and_its_end_is_reported(tmp_path, monkeypatch):
     records = [{"prompt_token_ids": list(range(50)), "completion_token_ids": list(range(50, 90))}] * 3
     log = write_jsonl(tmp_path / "a.jsonl", records)
     address = f"unix:{tmp_path}/s"
     observe, sent = sinks.RemoteSink._observe, []
+    folder = tmp_path / "snapshots"
 
     def recorded(sink, texts):
         sent.append([] if texts is None else [*texts.request_ids])
         return observe(sink, texts)
 
-    with served("--listen", address, "--capacity", "300k") as process:
+    with served("--listen", address, "--capacity", "300k", "--snapshot-folder", folder) as process:
         with monkeypatch.context() as patch:
             patch.setattr(sinks, "MAX_TEXTS", 2)
             patch.setattr(sinks.RemoteSink, "_observe", recorded)
-            invoke("--from", log, "--address", address, "--namespace", "n")
+            printed = invoke("--from", log, "--address", address, "--namespace", "n")
         assert [len(names) for names in sent] == [0, 2, 1]
+        assert re.search(r"saved +│ yes, \d+\.\d MB +│", printed)
+        assert (folder / "n" / "corpus.ssd").exists()
         with connected(address) as caller:
             (namespace,) = json.loads(caller.call("Report").json)["namespaces"]
         assert namespace["corpus"]["learned_tokens"] == 3 * (32 + 40), "of a prompt, the end is learned"

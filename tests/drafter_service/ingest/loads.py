@@ -103,6 +103,7 @@ class Collected:
     """A sink that keeps all documents."""
 
     state = NamespaceState("n", 5, "other", 7)
+    saved = "no"
 
     def __init__(self):
         self.pairs = []

@@ -29,8 +29,10 @@ from drafter_service.ingest.chats import (
 )
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.formats import (
+    ANY_FIELD,
     FIELDS,
     FORMATS,
+    HINT,
     NO_FIELD,
     NO_FORMAT,
     NO_OUTPUT,
@@ -657,7 +659,7 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
     ("record", "reason"),
     [
         (["text"], f"{NO_FORMAT}; if all values are outputs, give --field '*'"),
-        ({"chosen": ["choosen"], "question": ["qestion"]}, f"{NO_FORMAT} in a record with the fields chosen, question"),
+        ({"chosen": ["choosen"], "question": ["qestion"]}, f"{NO_FORMAT} in a record with the fields chosen, question{ANY_FIELD}"),
         ({"name": "clear", "inputSchema": {}, "response": {"content": [{"type": "text", "text": "x"}]}}, NOT_A_MODEL),
         ("text", NOT_A_RECORD),
         (None, NOT_A_RECORD),
@@ -774,7 +776,7 @@ def test_refusals_name_the_nearest_format():
 
 def test_a_field_that_is_empty_in_the_first_records_is_suggested():
     *before, reason, after = skipped(*({"prompt": "p", "answer": answer} for answer in ("", "", "It is so.", "No.")))
-    assert "--field" not in "".join(before)
+    assert HINT not in "".join(before)
     assert "--field prompt --field answer" in reason
     assert after == reason
 
@@ -819,7 +821,7 @@ def test_a_field_that_is_empty_in_the_first_records_is_suggested():
 def test_texts_that_may_be_of_tools_and_users_are_counted_and_not_read(record):
     assert outputs(record) == []
     assert skipped(record)
-    assert "--field" not in skipped(record)[0] or {"answer_html", "modalities", "output"} & record.keys()
+    assert HINT not in skipped(record)[0] or {"answer_html", "modalities", "output"} & record.keys()
 
 
 @pytest.mark.parametrize(
@@ -1011,8 +1013,13 @@ def test_configured_fields_are_read(fields, expected):
 )
 def test_missing_fields_are_named_with_those_that_are_there(fields):
     (reason,) = skipped({"a": {"b": "deep"}, "ids": [7], "list": [{"text": "t"}], "n": 3}, fields=fields)
-    assert reason.startswith(NO_FIELD)
+    assert reason.startswith((NO_FIELD, f"no field {fields[0]} in"))
     assert "a, ids, list, n" in reason or len(fields) == 3
+
+
+def test_a_mistyped_field_is_named():
+    (reason,) = skipped({"answer": "a", "question": "q"}, fields=("question", "anwser"))
+    assert reason == "no field anwser in a record with the fields answer, question"
 
 
 AIDER = """

@@ -46,8 +46,12 @@ def test_refused_connections_and_losses_do_not_hide_each_other(log, reports):
 
 def test_a_loss_says_what_drafts_come_from_meanwhile(reports):
     log = ConnectionLog("unix:/run/ssd.sock", reports.append, has_copy=True)
+    log.lost("there is no socket", is_refused=False)
+    log.has_welcome = True
+    log.resumed()
     log.lost("connection reset", is_refused=False)
-    (line,) = reports
+    first, _, line = reports
+    assert first.endswith("continuing with drafts from running requests alone")
     assert f"with drafts from the copy for at most {TRUSTED_S:.0f} s, then from running requests" in line
 
 

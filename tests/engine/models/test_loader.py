@@ -21,7 +21,7 @@ def test_a_copy_of_the_tied_head_is_accepted_and_end_tokens_of_the_generation_co
     folder = shutil.copytree(model_folder, tmp_path / "model")
     tensor("lm_head.weight", torch.ones(VOCAB, 64))(folder)
     written("generation_config.json", '{"eos_token_id": [7, 0]}')(folder)
-    loaded = load_model(folder).config
+    loaded = load_model(str(folder)).config
     assert (loaded.tie_embeddings, loaded.eos_token_ids) == (True, (0, 7))
 
 

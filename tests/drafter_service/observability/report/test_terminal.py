@@ -11,8 +11,9 @@ from drafter_service.observability.facts import Engine
 from drafter_service.observability.pages import units
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.page import render_page
-from drafter_service.observability.report.schema import SharedLogReport
+from drafter_service.observability.report.schema import Drafting, SharedLogReport
 from drafter_service.observability.report.terminal import print_report
+from drafter_service.observability.report.verdict import saving
 from ssd.stats import Stats
 from tests.drafter_service.observability.report.samples import (
     SERVICES,
@@ -47,6 +48,8 @@ def test_output_starts_with_one_sentence_per_namespace():
         f"{units.ratio(large.tokens_per_step)} tokens per step instead of 1."
     )
     assert sentences[1].startswith("small saves ")
+    late = Drafting(**large.model_dump(exclude={"drafted"}), drafted=0)
+    assert saving(late) == sentences[0].removeprefix("large ")  # Engines count draft tokens later, or never.
     assert sentences[2] == "idle has not received a request for drafts yet."
 
 

@@ -1,5 +1,6 @@
 """Which configurations get drafts, and why others do not."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -137,10 +138,13 @@ def test_the_report_says_what_happens(capsys):
     ]
 
 
-def test_the_command_explains_itself(capsys):
-    assert main(["--help"]) == 0
+def test_the_command_explains_itself(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main(["--help"]) == main(["check", "--help"]) == 0
     assert main([]) == 2
-    assert capsys.readouterr().out.count("usage:") == 2
+    assert capsys.readouterr().out.count("usage:") == 3
+    assert main(["check"]) == 1
+    assert capsys.readouterr().out.endswith("run this in vLLM's environment\n")
 
 
 def test_check_says_which_namespace_would_be_used_and_what_is_elsewhere(socket_address):

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -149,6 +150,13 @@ def test_the_drafter_that_is_fastest_under_most_conditions_is_recommended(result
     assert comparison_of(*results, conclusion="as it is").recommendation() == "as it is"
 
 
+@pytest.mark.parametrize(("ends", "doubt"), [((1.4, 1.6), ""), ((0.9, 1.5), "0.90x to 1.50x"), ((1.1, 2.3), "1.10x")])
+def test_a_wide_range_of_rounds_is_part_of_the_recommendation(ends, doubt):
+    found = comparison_of(replace(result(), speedup_range=ends)).recommendation()
+    assert doubt in found
+    assert ("But its rounds gave" in found) is bool(doubt)
+
+
 def test_the_range_of_rounds_is_shown(run, chosen, tmp_path):
     (tmp_path / "prompts.txt").write_text("".join(f"def f{number}(left):\n" for number in range(9)))
     arguments = ("--prompts", tmp_path / "prompts.txt", "--out", tmp_path, "--max-tokens", 3, "--temperature", 0)
@@ -224,6 +232,11 @@ def test_requests_run_at_the_same_time(compare, tmp_path):
         ("mtp", "--warm 9", "has 4 prompts, but 9 earlier"),
         ("mtp", "--requests 5", "but 0 earlier and 5 measured"),
         ("mtp", "--prompts /no/file", "cannot read /no/file"),
+        (
+            "mtp",
+            "--prompts {tmp}/empty.jsonl",
+            'has no prompt; write a prompt on each line, in a .jsonl file as {"prompt": ',
+        ),
         ("mtp", "--prompts {tmp}/long.txt", "error: prompt 2: the prompt has"),
         ("mtp", "--draft-model mtp=/no/folder", "/no/folder"),
         ("mtp,medusa", "--draft-model eagle=/no/folder", "does not fit --drafter mtp+medusa"),
@@ -236,10 +249,17 @@ def test_requests_run_at_the_same_time(compare, tmp_path):
 )
 def test_bad_input_is_one_line(compare, tmp_path, drafter, options, message):
     (tmp_path / "long.txt").write_text(f"fine\n{'long ' * 600}\n")
+    (tmp_path / "empty.jsonl").touch()
     code, _, err = compare(tmp_path, *options.format(tmp=tmp_path).split(), drafter=drafter)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_models_without_prompts_need_a_file(run, chosen, tmp_path):
+    code, _, err = run("compare", *chosen("mtp"), "--out", tmp_path)
+    assert code == 2
+    assert 'has no prompts.jsonl; give --prompts FILE with a prompt on each line, in a .jsonl file as {"prompt"' in err
 
 
 def test_a_measured_profile_is_written_and_used(run, compare, chosen, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ def test_all_means_every_kind_that_drafts_here():
 @pytest.mark.parametrize(
     ("text", "depths", "shape", "expected"),
     [
-        ("ssd", [4], "auto", [("ssd", {}, 4, "tree")]),
+        ("ssd,ngram", [4], "auto", [("ssd", {}, 4, "tree"), ("ngram", {}, 4, "path")]),
         # Depths apply to drafters that have them.
         ("mtp,ngram", [4, 8], "path", [("mtp", {"depth": "4"}, 4, "path"), ("mtp", {"depth": "8"}, 8, "path"),
                                        ("ngram", {}, 4, "path")]),
