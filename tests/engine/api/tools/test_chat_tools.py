@@ -188,8 +188,10 @@ def test_deeply_nested_schemas_are_answered(http, depth):
         assert http.get("/health").status_code == 200
 
 
-def test_the_example_of_the_documentation_works(http):
+def test_the_examples_of_the_documentation_work(http):
     documentation = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
-    [body] = re.findall(r"v1/chat/completions .*? -d '(.*?)'\n", documentation, re.DOTALL)
-    payload = json.loads(body) | {"model": MODEL, "max_tokens": 8}
-    assert http.post("/v1/chat/completions", json=payload).status_code == 200
+    bodies = re.findall(r"v1/chat/completions .*? -d '(.*?)'\n", documentation, re.DOTALL)
+    assert len(bodies) == 2
+    for body in bodies:
+        payload = json.loads(body) | {"model": MODEL, "max_tokens": 8}
+        assert http.post("/v1/chat/completions", json=payload).status_code == 200
