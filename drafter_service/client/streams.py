@@ -169,6 +169,7 @@ class SocketStream(Stream):
         self._is_watched = False
         """Whether `pump` waits for responses as well as for the end."""
         self._closed = threading.Event()
+        self._write(b"")  # The authorization, for which the service waits only a while.
 
     def send(self, request: bytes) -> None:
         """Write what the connection accepts, at most a slice; `pump` writes the rest."""

@@ -20,8 +20,8 @@ from drafter_service.server.stream import Later, OpenStream, Streams
 from drafter_service.transport.address import Address
 from drafter_service.transport.wire import MAGIC, Frames, WireError, framed, last_frame
 
-AUTHORIZATION_TIMEOUT_S = 5.0
-"""Time within which a new connection must send its authorization."""
+AUTHORIZATION_TIMEOUT_S = 30.0
+"""Time within which a new connection must send its authorization. An engine that loads a model may stop for seconds."""
 BACKLOG = 128
 """Length of the queue of connections that are not accepted yet."""
 READ_BYTES = 64 << 10
@@ -183,8 +183,9 @@ class Connection(asyncio.BufferedProtocol):
                         raise StreamEndedError(grpc.StatusCode.CANCELLED, "the client closed the connection")
                     await self._sleep()
         except TimeoutError:
-            reason = "the authorization did not arrive in time"
-            raise StreamEndedError(grpc.StatusCode.DEADLINE_EXCEEDED, reason) from None
+            if not self._requests:  # Otherwise it has arrived while the event loop itself was late.
+                reason = "the authorization did not arrive in time"
+                raise StreamEndedError(grpc.StatusCode.DEADLINE_EXCEEDED, reason) from None
         return SocketContext(self._requests.popleft().decode("latin1"))
 
     async def _sleep(self) -> None:

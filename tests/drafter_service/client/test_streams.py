@@ -64,6 +64,10 @@ def pipe():
     pipe.close()
 
 
+def test_the_authorization_precedes_the_first_request(pipe):
+    assert pipe.far.recv(1 << 20) == MAGIC + framed(b"token")
+
+
 def test_a_small_request_is_written_without_the_other_thread(pipe):
     pipe.send(b"1")
     assert pipe.read(1) == [b"1"]

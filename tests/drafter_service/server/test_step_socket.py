@@ -4,6 +4,7 @@ import asyncio
 import socket
 import stat
 import tempfile
+import time
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -115,6 +116,29 @@ def test_silent_connections_are_limited_and_time_out(socket_address, monkeypatch
     monkeypatch.setattr("drafter_service.server.step_socket.AUTHORIZATION_TIMEOUT_S", 0.5)
     ends = asyncio.run(ends_of_silent_connections(socket_address, 20))
     assert ends == [LATE] * 2 + ["the service has its 2 streams already"] * 18
+
+
+class ClosedStreams:
+    """Ends each stream once its authorization has arrived."""
+
+    def open(self, context):
+        raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "authorized")
+
+
+@run
+async def test_an_authorization_that_arrives_while_the_event_loop_is_late_counts(socket_address, monkeypatch):
+    listening, loop = StepSocket(ClosedStreams(), max_connections=2), asyncio.get_running_loop()
+    await listening.start(Address(socket_address).steps, 0o600)
+    reader, writer = await asyncio.open_unix_connection(steps_of(socket_address))
+    while not listening._connections:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # The task begins to wait.
+    writer.write(MAGIC + framed(b""))
+    monkeypatch.setattr(loop, "time", lambda: time.monotonic() + 60)
+    [(body, _)] = Frames().feed(await reader.read())
+    writer.close()
+    await listening.stop(TIMEOUT_S)
+    assert pb.Error.FromString(body).message == "authorized"
 
 
 @run
