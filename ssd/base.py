@@ -81,7 +81,7 @@ class CorpusDrafter(Drafter):
         self.corpus = corpus or Corpus.from_config(config)
         if self._owns_corpus:
             self.corpus.maintain(config.refresh_interval_s)
-        self._remember = remember or self.corpus.append
+        self._remember = remember
         self._sequences = Sequences(config.max_draft)
         self.running = RunningById(self._sequences)
         """The running sequences."""
@@ -113,10 +113,13 @@ class CorpusDrafter(Drafter):
         output may ever be offered to other sequences. rollout: the problem that it samples, and with which version of
         the policy; drafts then use what was produced for the same problem as evidence of its own. seed: of the noise
         with which the target samples, if that is `ssd.kernels.noise.noise_of`, -2^63 to 2^63 - 1; None: greedy, or not
-        known. Raises ValueError for an id in use or outside 0 to 2^64 - 2, and for tokens as `Corpus.append`.
+        known. Raises ValueError for an id in use or outside 0 to 2^64 - 2, for another seed, and for tokens as
+        `Corpus.append`.
         """
         if session_id is not PROPOSE_SESSION:
             check_sequence_id(sequence_id)
+        if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+            raise ValueError(f"a seed must be -2^63 to 2^63 - 1, not {seed}")
         self.running.check_is_new(sequence_id)
         hinted = 0 if hints is None else len(hints)
         prompt = prompt if hints is None else np.concatenate([hints, prompt])
@@ -220,12 +223,13 @@ class CorpusDrafter(Drafter):
             unsorted.cancel()
             running.is_kept = False
         if learn and running.learn:
-            self._remember(local.tokens[running.first_learned :], running.request_id, running.tag)
+            remember = self._remember or self.corpus.append
+            remember(local.tokens[running.first_learned :], running.request_id, running.tag)
         if running.session_id is not None and running.is_kept:
             self._idle.keep(running.session_id, Idle(local, running.turns, self.corpus.clock()))
 
     def use_corpus(self, corpus: Corpus) -> None:
-        """Draft from another corpus from now on, which the caller closes; running sequences and sessions remain.
+        """Draft from another corpus from now on; running sequences and sessions remain. The caller closes both.
 
         Tokens that running sequences have produced so far are not offered to others any more. Raises ValueError for
         another match depth.
@@ -238,9 +242,7 @@ class CorpusDrafter(Drafter):
             before.end_running(int(state[OWNER]))
             state[OWNER], state[PUBLISHED], state[LIVE_END] = corpus.start_running(), state[SIZE], 0
             state[POINTERS + 3 * GLOBAL] = NO_POINTER
-        if self._owns_corpus:
-            before.close()
-            self._owns_corpus = False
+        self._owns_corpus = False
 
     def withdraw_all(self) -> None:
         """Stop offering the text of running sequences to others, and end all idle sessions."""

@@ -27,7 +27,7 @@ class NgramDrafter(Drafter):
         """
         if sequence_id in self._texts:
             raise ValueError(f"sequence {sequence_id} is already running")
-        self._texts[sequence_id] = prompt if hints is None else np.concatenate((hints, prompt))
+        self._texts[sequence_id] = np.concatenate((prompt[:0] if hints is None else hints, prompt))
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Return drafts from each sequence's own text. Raises ValueError for a sequence that was not started."""

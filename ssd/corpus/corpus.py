@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from traceback import clear_frames
@@ -134,8 +135,10 @@ class Corpus:
 
     @property
     def requests(self) -> int:
-        """Number of requests in the ring; each piece of a very long request counts."""
-        return len(self._index.log)
+        """Number of requests remembered; each piece of a very long request counts."""
+        rows, oldest = self._index.log.rows, self._index.ring.oldest
+        # The oldest rows may be of text that is not remembered any more, and not overwritten yet.
+        return len(rows) - max(0, bisect_right(rows["first"], oldest) - 1)
 
     @property
     def waiting_requests(self) -> int:
@@ -217,9 +220,10 @@ class Corpus:
         if len(tokens):
             if self.waiting > self.max_waiting and not self._make_room():
                 return False
+            text = Text(tokens.copy(), hash_of(request_id), self.clock() if time is None else time, tag)
             with self._count_lock:
                 self._appended += len(tokens)
-            self._put(Text(tokens.copy(), hash_of(request_id), self.clock() if time is None else time, tag))
+            self._put(text)
         return True
 
     def _make_room(self) -> bool:

@@ -126,9 +126,9 @@ def load(
     corpus = Corpus(capacity, int(facts[DEPTH]), clock)
     corpus.restore(sections["text"], sections["order"], int(facts[COVERED]), rows)
     notes = []
-    if facts[SIZE] > capacity:
+    if held > capacity:
         notes.append(
-            f"it has {facts[SIZE]:,} tokens, and the capacity is {capacity:,}: only the newest are loaded, and saving "
+            f"it has {held:,} tokens, and the capacity is {capacity:,}: only the newest are loaded, and saving "
             "to the same file removes the others"
         )
     if tables is None:

@@ -70,6 +70,14 @@ def test_rows_of_finished_sequences_are_reused(drafter):
     assert drafter.memory_bytes() < drafter_of().memory_bytes() * 2
 
 
+def test_outputs_are_remembered_in_the_corpus_in_use(drafter):
+    before, corpus = drafter.corpus, Corpus.from_config(drafter.config)
+    drafter.start(1, array([1]))
+    drafter.use_corpus(corpus)
+    drafter.finish(1, array([2, 3]))
+    assert (before.appended, corpus.appended) == (0, 3)
+
+
 # Sessions
 
 

@@ -68,6 +68,7 @@ OTHERS = [
             ),
         ]
     ),
+    *(("seed", lambda drafter, n=number: drafter.start(3, array([1]), seed=n)) for number in (1 << 63, -(1 << 63) - 1)),
     ("1-D uint32 array", lambda drafter: drafter.start(3, None)),
     ("sequence 8 was not started", lambda drafter: drafter.finish(8, array([]))),
     (

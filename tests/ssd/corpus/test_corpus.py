@@ -130,14 +130,14 @@ def test_a_log_stays_small_when_it_drops_as_it_grows(kept):
     ("word", "given"),
     [("time", {"time": time}) for time in (math.nan, math.inf, -math.inf)]  # A snapshot could not be loaded.
     + [("tag", {"tag": tag}) for tag in (-1, 1 << 16)]
-    + [("token ids", {"tokens": array([1, naive.SEPARATOR])})],
+    + [("token ids", {"tokens": array([1, naive.SEPARATOR])}), ("expected string", {"request_id": 4711})],
 )
 def test_impossible_requests_are_refused(word, given):
     corpus = new_corpus()
-    with pytest.raises(ValueError, match=word):
+    with pytest.raises((ValueError, TypeError), match=word):
         corpus.append(**{"tokens": array([1, 2]), **given})
     corpus.refresh()
-    assert corpus.appended == corpus.tokens == 0
+    assert corpus.appended == corpus.tokens == corpus.waiting == 0
 
 
 KINDS = 3
