@@ -4,19 +4,22 @@
 #
 #     restore-drill.sh unix:/run/ssd-drafter/drafter.sock /var/lib/ssd-drafter
 #
-# Exits with 0 if every namespace was loaded; prints them with their tokens.
+# Further arguments are flags of the second service: give those of the running one that decide what it can load, such as
+# --capacity 64M. Exits with 0 if every namespace was loaded; prints them with their tokens.
 set -eu
 address=$1
 folder=$2
+shift 2
 
 drill=$(mktemp -d)
 copy="unix:$drill/drafter.sock"
 trap 'kill "${service:-}" 2>/dev/null || true; wait; rm -rf "$drill"' EXIT
 
 ssd-drafter snapshot --address "$address"
-cp -R "$folder" "$drill/snapshots"
+cp -R "$folder/." "$drill/snapshots" # with DynamicUser of systemd the folder is a link
 
-ssd-drafter serve --listen "$copy" --snapshot-folder "$drill/snapshots" >"$drill/log" 2>&1 &
+# Without the shared log and the port of metrics that the flags may name.
+ssd-drafter serve "$@" --listen "$copy" --snapshot-folder "$drill/snapshots" --log= --metrics= >"$drill/log" 2>&1 &
 service=$!
 ssd-drafter health --address "$copy" --wait 300
 

@@ -27,6 +27,8 @@ CONTAINERFILE = DEPLOY / "Containerfile"
 DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
 ALERTS = DEPLOY / "prometheus-alerts.yaml"
 
+BYTES_PER_TOKEN = 9
+"""Upper bound of the size of a full snapshot per token of capacity."""
 GRAFANA_VARIABLES = {
     "$__rate_interval": "5m",
     "$__range": "6h",
@@ -175,7 +177,15 @@ def one_failure(metric):
 
 CASES = {
     "SsdDrafterDown": one_metric("up", 0, 1),
-    "SsdDrafterRestarts": one_metric("process_start_time_seconds", "0+600", "600"),
+    # In a job of all pods; other programs restart, too.
+    "SsdDrafterRestarts": tuple(
+        [
+            series("process_start_time_seconds", f"{starts}x{MINUTES}", job="pods"),
+            series("ssd_drafter_info", f"1x{MINUTES}", job="pods", version="1"),
+            series("process_start_time_seconds", f"0+600x{MINUTES}", job="pods", instance="other"),
+        ]
+        for starts in ("0+600", "600")
+    ),
     "SsdDrafterLateSteps": tuple(
         [
             series("ssd_drafter_engine_late_steps_total", f"0+{late}x{MINUTES}", host="vllm", engine="a"),
@@ -255,6 +265,19 @@ RESTARTED = (
     ],
 )
 """After a restart of the drafter, the engine does not connect again, or it does."""
+DOWN = (
+    [
+        series("up", f"1x{MINUTES - 90} 0x90", job="pods"),
+        series("ssd_drafter_info", f"1x{MINUTES - 90} _x90", job="pods", version="1"),
+        series("up", f"0x{MINUTES}", job="pods", instance="other"),
+    ],
+    [
+        series("up", f"1x{MINUTES}", job="pods"),
+        series("ssd_drafter_info", f"1x{MINUTES}", job="pods", version="1"),
+        series("up", f"0x{MINUTES}", job="pods", instance="other"),
+    ],
+)
+"""In a job of all pods, a drafter stops answering, or another program does."""
 DAY = 1440
 CASES["SsdDrafterFewerTokensPerStep"] = tuple(
     [
@@ -270,7 +293,7 @@ def test_alerts_fire_only_for_their_cases(tmp_path):
     assert CASES.keys() == {rule["alert"] for rule in alerts()}
     evaluated = f"{DAY + MINUTES}m"
     tests = []
-    for name, (bad, good) in [*CASES.items(), ("SsdDrafterEngineDisconnected", RESTARTED)]:
+    for name, (bad, good) in [*CASES.items(), ("SsdDrafterEngineDisconnected", RESTARTED), ("SsdDrafterDown", DOWN)]:
         at = evaluated if name == "SsdDrafterFewerTokensPerStep" else f"{MINUTES}m"
         for fires, given in ((True, bad), (False, good)):
             count = [{"labels": "{}", "value": 1}] if fires else []
@@ -357,6 +380,9 @@ def test_manifest_uses_existing_flags():
     settings = settings_of(drafter["args"])
     environment = {each["name"]: each.get("value") for each in drafter["env"]}
     assert settings["snapshots"]["folder"] == mounts("drafter")["snapshots"]
+    [tmp] = [volume["emptyDir"] for volume in pod()["spec"]["volumes"] if volume["name"] == "tmp"]
+    least = 4 * BYTES_PER_TOKEN * settings["drafting"]["capacity"]
+    assert 2**30 * int(tmp["sizeLimit"].removesuffix("Gi")) >= least, "snapshots are stored there for engines' copies"
     assert environment["NUMBA_CACHE_DIR"] == mounts("drafter")["kernels"] == container("kernels")["command"][-1]
     assert settings["namespaces"]["memory_limit"] <= 0.8 * 2**30 * int(
         drafter["resources"]["limits"]["memory"].removesuffix("Gi")

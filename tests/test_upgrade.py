@@ -1,6 +1,7 @@
 """Upgrades of a fleet: clients and replicas of a later version beside a service of this one, and backups."""
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.servers import serving
 
 ROOT = Path(__file__).parent.parent
 DRILL = ROOT / "deploy" / "restore-drill.sh"
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 TIMEOUT_S = 30
 DRAFTING = DrafterConfig(capacity=300_000)
 UNKNOWN_FIELD = bytes([0xFA, 0x7F, 3]) + b"new"
@@ -84,9 +86,9 @@ def test_an_entry_of_the_shared_log_of_another_version_is_read():
 # --- Backups
 
 
-def run_drill(address, folder, commands):
+def run_drill(address, folder, commands, *flags):
     return subprocess.run(
-        ["sh", DRILL, address, folder],
+        ["sh", DRILL, address, folder, *flags],
         capture_output=True,
         text=True,
         timeout=300,
@@ -95,12 +97,14 @@ def run_drill(address, folder, commands):
 
 
 def test_the_restore_drill(socket_address, tmp_path):
-    """It restores every namespace of a running service, and reports one that cannot be restored."""
-    snapshots = tmp_path / "snapshots"
-    with serving(listen=socket_address, drafting=DRAFTING, snapshots=SnapshotsConfig(snapshots)):
-        with connected(socket_address) as caller:
-            caller.observe("backup", counted(0, 1000))
-        check_drill(socket_address, snapshots, tmp_path)
+    """It restores every namespace of a service that was just restarted, and reports one that cannot be restored."""
+    snapshots, link = tmp_path / "snapshots", tmp_path / "link"
+    link.symlink_to(snapshots.name)
+    settings = {"listen": socket_address, "drafting": DRAFTING, "snapshots": SnapshotsConfig(snapshots)}
+    with serving(**settings), connected(socket_address) as caller:
+        caller.observe("backup", counted(0, 1000))
+    with serving(**settings):
+        check_drill(socket_address, link, tmp_path)
 
 
 def check_drill(address, snapshots, tmp_path):
@@ -109,10 +113,12 @@ def check_drill(address, snapshots, tmp_path):
     command = commands / "ssd-drafter"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m drafter_service.commands.main "$@"\n')
     command.chmod(0o755)
-    done = run_drill(address, snapshots, commands)
+    flags = ["--capacity", "5k", "--log", "redis://127.0.0.1:1", "--metrics", "unusable"]
+    done = run_drill(address, snapshots, commands, *flags)
     assert done.returncode == 0, done.stderr
     assert "restored all namespaces" in done.stdout
-    assert any(line.split()[:2] == ["backup", "1,001"] for line in done.stdout.splitlines()), done.stdout
+    rows = [line.split()[:3] for line in done.stdout.splitlines()]
+    assert ["backup", "1,001", "5,000"] in rows, done.stdout
 
     damaged = snapshots / "damaged"
     damaged.mkdir()
@@ -124,4 +130,21 @@ def check_drill(address, snapshots, tmp_path):
 
 
 def test_the_drill_is_documented():
-    assert "deploy/restore-drill.sh unix:" in (ROOT / "docs" / "operations.md").read_text()
+    assert "deploy/restore-drill.sh unix:" in OPERATIONS
+
+
+def test_restored_files_have_the_owner_of_the_folder(tmp_path):
+    """The documented commands; with DynamicUser of systemd the folder is a link, and its owner has no name."""
+    folder, backup = tmp_path / "private" / "ssd-drafter", tmp_path / "backup"
+    for parent, name in ((folder, "old"), (backup, "new")):
+        (parent / name).mkdir(parents=True)
+        (parent / name / "corpus.ssd").touch(0o600)
+    (tmp_path / "ssd-drafter").symlink_to("private/ssd-drafter")
+    owner = 61184 if os.geteuid() == 0 else os.geteuid()
+    os.chown(folder, owner, -1)
+    lines = re.findall("^(?:rm|chown) .*", OPERATIONS, re.MULTILINE)
+    commands = "\n".join(lines).replace("/var/lib/", f"{tmp_path}/").replace("/backup/ssd-drafter", str(backup))
+    subprocess.run(["sh", "-euc", commands], check=True, timeout=30)
+    restored = sorted(folder.rglob("*"))
+    assert restored == [folder / "new", folder / "new" / "corpus.ssd"]
+    assert {path.stat().st_uid for path in restored} == {owner}

@@ -13,8 +13,8 @@ from ssd.errors import UserError
 HEALTH_TIMEOUT_S = 3.0
 HEALTH_INTERVAL_S = 0.2
 """Interval between checks of a service that is not ready yet."""
-SECONDS = click.FloatRange(0)
-SECONDS.name = "number of seconds"  # In "'1h' is not a valid ..."
+SECONDS, WAIT = click.FloatRange(0), click.FloatRange(0, 86400)
+SECONDS.name = WAIT.name = "number of seconds"  # In "'1h' is not a valid ..."
 RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 """Connect again quickly while the service is starting."""
 TABLE_WIDTH = 1000
@@ -23,7 +23,7 @@ them."""
 
 
 @click.command(cls=FlagCommand)
-@click.option("--wait", type=SECONDS, default=0.0, metavar="SECONDS", help="Wait for a starting service.")
+@click.option("--wait", type=WAIT, default=0.0, metavar="SECONDS", help="Wait for a starting service.")
 @connection_options
 def health(wait: float, link: Link) -> None:
     """Exit with 0 if the service is serving.
@@ -84,7 +84,7 @@ def namespaces(link: Link) -> None:
         model = Text(printable(row.model.name))  # Clients choose this name.
         set_aside = f"{len(row.set_aside_files)} damaged" if row.set_aside_files else ""
         table.add_row(row.name, model, "default" if row.is_default else "", *sizes, *use, idle, set_aside)
-    Console(width=TABLE_WIDTH).print(table if found else "no namespaces yet")
+    Console(width=TABLE_WIDTH).print(table if found else "there is no namespace that you may read")
 
 
 @click.command(cls=FlagCommand)
@@ -144,10 +144,8 @@ def snapshot(namespace: str, link: Link) -> None:
     for each in saved:
         click.echo(f"{each.namespace}: {each.bytes / 1e6:,.1f} MB in {each.seconds:.2f} s")
     if not saved:
-        raise UserError(
-            "nothing was saved: no namespace is in memory, you may administer none of them, or the service has no "
-            "--snapshot-folder"
-        )
+        which = f"{namespace} is not" if namespace else "no namespace that you may administer is"
+        click.echo(f"nothing to save: {which} in memory")
 
 
 @click.command(cls=FlagCommand)

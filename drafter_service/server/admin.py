@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import structlog
 
-from drafter_service.auth.callers import AuthorizedCall, Right
+from drafter_service.auth.callers import AuthorizedCall, PermissionDeniedError, Right
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.report.build import build_report
 from drafter_service.server.namespace import Namespace, UnpublishedError
@@ -94,6 +94,8 @@ class Admin:
     async def snapshot(self, request: pb.SnapshotRequest, authorized: AuthorizedCall) -> pb.SnapshotResponse:
         """Save namespaces now."""
         names = await self._chosen(authorized, request.namespace, Right.ADMIN)
+        if Right.ADMIN not in authorized.caller.rights:
+            raise PermissionDeniedError(f"caller {authorized.caller.name!a} has no admin right to any namespace")
         response = pb.SnapshotResponse()
         for name in sorted(names & self._namespaces.loaded.keys()):
             async with self._namespaces.use(name, ModelIdentity()) as namespace:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
@@ -20,11 +21,13 @@ from annotated_types import Interval
 
 LARGEST = 1 << 63
 SUFFIXES = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(,|$))")
+"""Commas of an integer such as 16,000,000. Others, as in 1,5M and 1,500M, may be decimal points."""
 
 
 def parse_quantity(text: str) -> int:
-    """Parse an integer such as 500k, 16M, 4G or 16_000_000. Raises ValueError."""
-    lowered = text.strip().lower().replace("_", "").replace(",", "")
+    """Parse an integer such as 500k, 16M, 4G, 16_000_000 or 16,000,000. Raises ValueError."""
+    lowered = THOUSANDS.sub("", text.strip().lower().replace("_", ""))
     scale = SUFFIXES.get(lowered[-1:], 1)
     try:
         amount = Decimal(lowered.removesuffix(lowered[-1:] if scale > 1 else "")) * scale

@@ -15,7 +15,6 @@ from drafter_service.settings.flags import meanings, parse_quantity, unwrapped
 from ssd.errors import UserError
 
 T = TypeVar("T")
-PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
 WIDTH = 120
 
 
@@ -77,7 +76,7 @@ class Schema(Generic[T]):
             branch = tree
             for part in path:
                 branch = branch.setdefault(part, {})
-            branch[name] = self._number(key, value, origins[key])
+            branch[name] = self._read_value(key, value, origins[key])
         try:
             return TypeAdapter(self._model).validate_python(tree)
         except ValidationError as problem:
@@ -87,11 +86,12 @@ class Schema(Generic[T]):
         """Yield the settings of a tree. Raises UserError for unknown ones."""
         for name, value in tree.items():
             key = f"{path}{name}"
-            parent, _, entry = key.rpartition(".")
+            table = next((each for each in self.settings if key.startswith(f"{each}.")), None)
             if key in self.settings:
                 yield key, value
-            elif parent in self.settings:
-                yield parent, {entry: value}  # An entry of a table, such as a namespace's capacity.
+            elif table is not None:
+                # An entry of a table, such as a namespace's capacity; its name may contain dots.
+                yield table, {key.removeprefix(f"{table}."): value}
             elif isinstance(value, Mapping) and (value or key in self.sections):
                 yield from self._flat(value, origin, f"{key}.")
             elif key in self.sections:
@@ -101,9 +101,14 @@ class Schema(Generic[T]):
                 hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(self.settings)}"
                 raise UserError(f"{origin}: there is no setting {key}; {hint}")
 
-    def _number(self, key: str, value: Any, origin: str) -> Any:
-        """Return a value, and texts such as "16M" as integers where the setting is one, or a table of them."""
+    def _read_value(self, key: str, value: Any, origin: str) -> Any:
+        """Return a value: None for "", as `to_toml` prints it, and texts such as "16M" as integers.
+
+        The first applies to settings that are None by default, the second to integers and tables of them.
+        """
         kind, _ = unwrapped(self.settings[key].kind)
+        if value == "" and self.settings[key].default is None:
+            return None
         if isinstance(value, dict) and unwrapped((get_args(kind) or (None,))[-1])[0] is int:
             return {name: _quantity(each, f"{origin}: {key}.{name}") for name, each in value.items()}
         return _quantity(value, f"{origin}: {key}") if kind is int else value
@@ -140,8 +145,7 @@ class Schema(Generic[T]):
                 elif value is None:
                     lines = f'#{name} = ""'
                 else:
-                    masked = PASSWORD.sub(r"\1***@", value) if isinstance(value, str) else value
-                    lines = tomli_w.dumps({name: masked}).rstrip()
+                    lines = tomli_w.dumps({name: _masked(value) if isinstance(value, str) else value}).rstrip()
                 yield f"{_comment(self.settings[key].meaning)}\n{lines}"
 
 
@@ -168,6 +172,11 @@ def _message(error: Any, origins: Mapping[str, str]) -> str:
     origin = next((f"{each}: " for known, each in origins.items() if f"{key}.".startswith(f"{known}.")), "")
     message = error["msg"].removeprefix("Value error, ")
     return f"{origin}{key}: {message}" if key else message
+
+
+def _masked(text: str) -> str:
+    """Mask the password before the host of a URL, which may contain "@", and that in its query."""
+    return re.sub(r"(://[^/:]*:).*@", r"\1***@", re.sub(r"([?&]password=)[^&]*", r"\1***", text))
 
 
 def _comment(text: str) -> str:

@@ -242,8 +242,8 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """Parse a TOML table; other values remain text until their type is known."""
-    if not text.startswith("{"):
+    """Parse a TOML table or array; other values remain text until their type is known."""
+    if not text.startswith(("{", "[")):
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]

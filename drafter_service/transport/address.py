@@ -190,8 +190,9 @@ STATE = "ssd-drafter-state"
 NOT_READY = "not ready: "
 """Start of the details of calls that are refused with UNAVAILABLE while a service is not ready; its state follows."""
 
-CLOSED = ("Socket closed", "Connection reset by peer")
-"""Errors of a connection that was accepted and then closed, as a server with TLS does without a handshake."""
+CLOSED = ("Socket closed", "Connection reset by peer", "Broken pipe")
+"""Errors of a connection that was accepted and then closed, as a server with TLS does without a handshake, and one that
+requires certificates without the caller's."""
 
 UNRESOLVED = ("Domain name not found", "DNS server", "Name or service not known", "name resolution")
 """Parts of the errors for names of hosts that do not resolve, by c-ares and by the operating system."""
@@ -207,7 +208,8 @@ def absence(address: str, reason: str) -> str:
     if "denied" in reason:
         return f"you may not use {address} ({reason}); ask its owner, or see `ssd-drafter serve --socket-mode`"
     if any(error in reason for error in CLOSED):
-        return f"no drafter answers at {address} ({reason}); if it uses TLS, give its CA with --ca or `ClientAccess`"
+        advice = "give its CA and, if it requires one, your certificate: --ca, --certificate, --key or `ClientAccess`"
+        return f"no drafter answers at {address} ({reason}); if it uses TLS, {advice}"
     if any(error in reason for error in UNRESOLVED):
         return f"the host of {address} does not resolve ({reason}); check its name"
     return f"no drafter answers at {address} ({reason}); {start_one(address)}"

@@ -11,7 +11,15 @@ from drafter_service.observability.pages.charts import Panel, render_panel
 from drafter_service.observability.pages.tables import cell_text, html_table
 from drafter_service.observability.report.panels import SUMMARY, namespace_panels, overview, service_panel, value_of
 from drafter_service.observability.report.schema import Drafting, NamespaceReport, Recent, Report
-from drafter_service.observability.report.verdict import by_saving, in_shadow, remarks, saving, service_remarks, worth
+from drafter_service.observability.report.verdict import (
+    NOTHING,
+    by_saving,
+    in_shadow,
+    remarks,
+    saving,
+    service_remarks,
+    worth,
+)
 
 MAX_IN_FULL = 12
 """Maximum number of namespaces shown in full, 0.1 to 0.2 MB of page each. Those that save least are only rows of the
@@ -27,7 +35,7 @@ def render_page(report: Report) -> str:
         main = _namespace(namespaces[0], [service])
     else:
         main = _overview(report, namespaces) + _panels([service])
-    heading, lead = "No drafts yet: this service has not drafted or learned anything.", ""
+    heading, lead = NOTHING
     if namespaces:
         subject = f"Drafting from {len(namespaces)} namespaces"
         subject = units.shortened(namespaces[0].name) if len(namespaces) == 1 else subject

@@ -14,7 +14,15 @@ from drafter_service.observability.pages.charts import Panel
 from drafter_service.observability.pages.tables import Value, cell_text, console_table
 from drafter_service.observability.report.panels import namespace_panels, overview, service_panel, summary
 from drafter_service.observability.report.schema import NamespaceReport, Report
-from drafter_service.observability.report.verdict import by_saving, in_shadow, remarks, saving, service_remarks, worth
+from drafter_service.observability.report.verdict import (
+    NOTHING,
+    by_saving,
+    in_shadow,
+    remarks,
+    saving,
+    service_remarks,
+    worth,
+)
 
 MAX_IN_FULL = 3
 """Maximum number of namespaces that are printed in full; with more only the overview is printed."""
@@ -31,7 +39,7 @@ def print_report(report: Report, console: Console) -> None:
     for namespace in namespaces:
         _print_sentences(namespace, console, with_worth=len(namespaces) <= MAX_IN_FULL)
     if not namespaces:
-        console.print("No namespaces yet: this service has not drafted or learned anything.")
+        console.print(" ".join(NOTHING))
     _print_remarks(service_remarks(report), console)
     if len(namespaces) > 1:
         _print_panel(overview(report, namespaces), console)

@@ -20,6 +20,8 @@ MAX_CALIBRATION_ERROR = 0.05
 MIN_CALIBRATION_TOKENS = 10_000
 """Minimum number of draft tokens from which calibration is judged."""
 MAX_LOG_LAG_S = 5.0
+NOTHING = ("No namespace that you may read is in memory.", "`ssd-drafter namespaces` also lists those on disk.")
+"""Sentences of a report without namespaces: those on disk are loaded when they are first used."""
 
 
 def saving(drafting: Drafting) -> str:

@@ -101,7 +101,9 @@ def test_services_that_count_less_are_understood(run, socket_address, tmp_path):
 
 
 def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
-    assert run("namespaces", *service.admin)[1] == "no namespaces yet\n"
+    assert run("namespaces", *service.admin)[1] == "there is no namespace that you may read\n"
+    nothing = "nothing to save: no namespace that you may administer is in memory\n"
+    assert run("snapshot", *service.admin) == (0, nothing, "")
     with connected(service.address, service.token) as caller:
         caller.observe("team-a", TEXT, OTHER, names=["one", "two"])
         eventually(lambda: caller.probe("team-a", TEXT[:8], 1) == [TEXT[8]])
@@ -207,7 +209,7 @@ ERRORS = [
     (["drop", "a", "--yes", "{admin}"], "refused: there is no namespace 'a'"),
     (["forget", "a", "{admin}"], "give one of --request, --older-than and --everything"),
     (["forget", "a", "--everything", "--request", "r", "{admin}"], "give one of --request, --older-than and"),
-    (["snapshot", "{reader}"], "nothing was saved: no namespace is in memory, you may administer none of them"),
+    (["snapshot", "{reader}"], "refused: caller 'reader' has no admin right to any namespace"),
     (
         ["health", "--address", "unix:/nowhere.sock", "--wait", "0.01"],
         "no drafter answers at unix:/nowhere.sock (no answer",
@@ -266,6 +268,7 @@ def test_errors_are_one_line_with_exit_code_2(run, service, tmp_path, monkeypatc
     [
         (["--older-than", "-1", "forget"], "No such option"),
         (["forget", "a", "--older-than", "-1"], "'--older-than': -1.0 is not in the range"),
+        (["health", "--wait", "inf"], "'--wait': inf is not in the range 0<=x<=86400"),
         (["forget"], "Missing argument 'NAMESPACE'"),
         (["unknown"], "No such command 'unknown'"),
         (["serve", "--capacity", "many"], "'--capacity': 'many' is not a number such as 16000000, 500k or 16M"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.settings.flags import parse_quantity, unwrapped
-from drafter_service.settings.tree import SETTINGS, ServiceConfig, load_settings, read_assignments
+from drafter_service.settings.tree import SETTINGS, NamespacesConfig, ServiceConfig, load_settings, read_assignments
 from ssd.errors import UserError
 from tests.strategies import examples
 
@@ -84,6 +84,26 @@ def test_variables_of_kubernetes_are_ignored():
     assert loaded(environment=environment) == ServiceConfig()
 
 
+def test_an_empty_text_is_no_value(tmp_path):
+    file = tmp_path / "settings.toml"
+    printed = SETTINGS.to_toml(ServiceConfig())
+    file.write_text(re.sub(r'^#(?=\w+ = ""$)', "", printed, flags=re.MULTILINE))
+    assert '\nfolder = ""' in file.read_text()
+    assert loaded(file) == ServiceConfig()
+
+
+def test_entries_of_tables_are_assigned_by_name():
+    by_flag = loaded(flags=read_assignments(["namespaces.capacities.Qwen2.5=1M", 'namespaces.reads.a=["b", "c"]']))
+    by_variable = loaded(
+        environment={
+            "SSD_DRAFTER_NAMESPACES__CAPACITIES": "{'Qwen2.5' = '1M'}",
+            "SSD_DRAFTER_NAMESPACES__READS__A": '["b", "c"]',
+        }
+    )
+    expected = NamespacesConfig(capacities={"Qwen2.5": 1_000_000}, reads={"a": ("b", "c")})
+    assert by_flag.namespaces == by_variable.namespaces == expected
+
+
 def test_integers_may_have_suffixes(tmp_path):
     file = tmp_path / "settings.toml"
     file.write_text('[drafting]\ncapacity = "32M"\n[namespaces.capacities]\n"Llama-3.1" = "500k"\nother = 5000\n')
@@ -146,8 +166,10 @@ def test_assignments_need_a_key_and_an_equals_sign():
 
 def test_quantities_have_suffixes_and_are_integers():
     given = {"5": 5, "16M": 16_000_000, "1.5k": 1500, "4.35m": 4_350_000, "2G": 2_000_000_000, "1_000": 1000}
+    given["16,000,000"] = 16_000_000
     assert {text: parse_quantity(text) for text in given} == given
-    for text in ("", "k", "5kk", "many", "inf", "nan", "1e400", "1e999999999", "1.5", "0.0001k", "5 6"):
+    wrong = ["k", "5kk", "many", "inf", "nan", "1e400", "1e999999999", "1.5", "0.0001k", "1,5M", "1,500M", "1,00"]
+    for text in ("", "5 6", *wrong):
         with pytest.raises(ValueError, match="is not a number"):
             parse_quantity(text)
 
@@ -180,6 +202,10 @@ def test_passwords_are_not_printed():
     for url, printed in (
         ("redis://user:secret@host:1/2", "redis://user:***@host:1/2"),
         ("rediss://:s:e@host", "rediss://:***@host"),
+        ("redis://:p@s/s@host:1", "redis://:***@host:1"),
+        ("redis://a@b:secret@host", "redis://a@b:***@host"),
+        ("redis://host/0?password=s@e#c&db=1", "redis://host/0?password=***&db=1"),
+        ("unix:///run/redis.sock?db=1&password=secret", "unix:///run/redis.sock?db=1&password=***"),
         ("redis://host:6379/0", "redis://host:6379/0"),
     ):
         assert f'url = "{printed}"' in SETTINGS.to_toml(loaded(flags={"log": {"url": url}}))

@@ -30,6 +30,7 @@ REFUSED = (
         (UNRESOLVED, "the host of nowhere:1 does not resolve (Domain name not found); check its name"),
         (REFUSED, "no drafter answers at nowhere:1 (Connection refused (111)); start one with: ssd-drafter serve"),
         ("Permission denied", "you may not use nowhere:1 (Permission denied); ask its owner"),
+        ("Broken pipe", "no drafter answers at nowhere:1 (Broken pipe); if it uses TLS, give its CA and, if"),
     ],
 )
 def test_the_reason_is_the_error_of_the_system_and_decides_the_advice(details, message):

@@ -13,7 +13,7 @@ from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.page import render_page
 from drafter_service.observability.report.schema import Drafting, SharedLogReport
 from drafter_service.observability.report.terminal import print_report
-from drafter_service.observability.report.verdict import saving
+from drafter_service.observability.report.verdict import NOTHING, saving
 from ssd.stats import Stats
 from tests.drafter_service.observability.report.samples import (
     SERVICES,
@@ -51,6 +51,16 @@ def test_output_starts_with_one_sentence_per_namespace():
     late = Drafting(**large.model_dump(exclude={"drafted"}), drafted=0)
     assert saving(late) == sentences[0].removeprefix("large ")  # Engines count draft tokens later, or never.
     assert sentences[2] == "idle has not received a request for drafts yet."
+
+
+def test_a_report_without_namespaces_says_where_they_may_be():
+    """The service may have loaded none since its start, or only others' namespaces."""
+    text = " ".join(printed(report := build_report(service())).split())
+    for sentence in NOTHING:
+        assert sentence in text
+        assert sentence in render_page(report)
+    assert "in memory" in text
+    assert "`ssd-drafter namespaces`" in text
 
 
 def test_values_are_those_of_the_report():
