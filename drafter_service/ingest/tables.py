@@ -159,6 +159,15 @@ def _values(name: str, column: Any) -> list[Any]:
     types, kind = _pyarrow("types"), column.type
     is_list = name in IDS and (types.is_list(kind) or types.is_large_list(kind))
     if not is_list or not types.is_integer(kind.value_type) or column.values.null_count:
-        return [value if name in FIELDS else parsed(value) for value in column.to_pylist()]
+        values = column.to_pylist()
+        values = [_without_nulls(value) for value in values] if types.is_nested(kind) else values
+        return [value if name in FIELDS else parsed(value) for value in values]
     values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
     return [values[first:end] for first, end in pairwise(offsets)]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the null fields of its objects: a column has the fields of all objects in each."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
