@@ -122,7 +122,10 @@ def _choices(
             number = (index if isinstance(index, int) else position) // max(1, len(choices) // len(several))
             prompt = part_of(several[number]) if 0 <= number < len(several) else None
         for output in outputs_of(choice, skipped):
-            yield output, prompt
+            if fields.get("echo") and isinstance(output, str) and isinstance(prompt, str):
+                output = output.removeprefix(prompt)
+            if not isinstance(output, str) or output:
+                yield output, prompt
 
 
 def conversation(

@@ -40,6 +40,8 @@ LONGER = re.compile(
 """Names of fields with such texts."""
 THOUGHTS = words("reasoning reasoning_content thinking scratchpad")
 """Names of fields with the reasoning before an output, perhaps after the part of the output's name before "_"."""
+EFFORTS = words("none minimal low medium high xhigh auto on off enabled disabled")
+"""Values of fields with these names that are settings of a request."""
 CONVERSATIONS = (
     *answers.CHATS,
     *words("traj history trajectory dialogue dialog chat chat_history message_log events aider"),
@@ -270,7 +272,8 @@ def columns(names: Iterable[str]) -> Reader:
 def _thoughts(record: Value, name: str) -> Any:
     """Return the reasoning, a text or a list, before the output in a field; [] without one."""
     own = [f"{name.rpartition('_')[0]}_{thought}" for thought in THOUGHTS]
-    return next((record[key] for key in (*own, *THOUGHTS) if isinstance(record.get(key), str | list)), [])
+    values = (record.get(key) for key in (*own, *THOUGHTS))
+    return next((value for value in values if isinstance(value, str | list) and value not in EFFORTS), [])
 
 
 def _is_extracted(record: Value, name: str) -> bool:

@@ -266,6 +266,7 @@ CASES = {
         ([{"prompt": ["p", "q"], "choices": [{"text": x, "index": i} for i, x in enumerate("tuvw")]}],
          [("p", "t"), ("p", "u"), ("q", "v"), ("q", "w")]),
         ([{"prompt": [5, 6], "choices": [{"text": "t"}]}], [([5, 6], "t")]),
+        ([{"prompt": "p", "echo": True, "choices": [{"text": "p"}, {"text": "pq"}]}], [("p", "q")]),
         ([{"prompt": [[5, 6]], "choices": [{"text": "t"}]}], [([5, 6], "t")]),
         ([{"prompt": "p", "choices": [{"text": "t", "token_ids": [1, 2], "prompt_token_ids": [3]}]}], [([3], [1, 2])]),
         ([{"prompt_token_ids": [3], "choices": [{"message": ANSWER, "token_ids": [1, 2]}]}], [([3], [1, 2])]),
