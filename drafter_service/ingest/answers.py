@@ -92,7 +92,8 @@ def exchange(request: object, response: object, skipped: list[str], name: object
     name = name if isinstance(name, str) and name else None
     if isinstance(choices := fields.get("choices"), list):
         return [Found(output, prompt, name) for output, prompt in _choices(request, fields, choices, skipped)]
-    run = fields.get("messages", response)
+    # If both are one record, its messages are those of the request.
+    run: Any = response if request is response else fields.get("messages", response)
     if chats.is_chat(run) and any(chats.role_of(one) != ASSISTANT for one in run):  # Of an agent
         found = conversation(run, request, skipped, prompt_of(request)) or []
         return [one._replace(request=name) for one in found]
@@ -166,6 +167,8 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
     if isinstance(value, list):
         if (whole := response_of(value)) is not None:
             return outputs_of(whole, skipped)
+        if chats.are_parts(value):
+            return outputs_of({"role": ASSISTANT, "content": value}, skipped)
         if len(value) == 2 and isinstance(value[1], str) and value[1] in ENDS:  # Why it ended
             return outputs_of(value[0], skipped)
         items = [one for one in value if not isinstance(one, dict) or "type" not in one or chats.role_of(one)]
@@ -173,7 +176,9 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
             skipped += [NOT_A_MESSAGE] * (len(value) - len(items))
             value = items
         if chats.is_chat(value):
-            return _reply(chats.read_messages(value, skipped))
+            messages = chats.read_messages(value, skipped)
+            are_samples = all(message["role"] == ASSISTANT for message in messages)
+            return [output for one in (messages if are_samples else messages[-1:]) for output in _reply([one])]
         return [output for element in value for output in outputs_of(element, skipped)]
     if not isinstance(value, dict):
         return []

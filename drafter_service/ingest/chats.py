@@ -63,6 +63,8 @@ THOUGHTS = frozenset(
     words("thinking reasoning reasoning.text reasoning.summary reasoning_text reasoningContent thoughts")
 )
 """Types of parts of a content; Gemini and Bedrock have them as the name of the part's only field."""
+PARTS = frozenset(words("text output_text thinking redacted_thinking tool_use"))
+"""Types of the parts of an answer of Anthropic's API and of OpenAI's."""
 TEXTS = ("text", "value", "refusal", "content")
 FILES = frozenset(words("inlineData inline_data fileData image image_url codeExecutionResult code_execution_result"))
 """Fields of parts that are not text of the model."""
@@ -171,6 +173,11 @@ def is_chat(value: object) -> bool:
     """Return whether a value is a list of messages, all of known roles."""
     known = ROLES.values()
     return isinstance(value, list) and bool(value) and all(role_of(message) in known for message in value)
+
+
+def are_parts(values: list[Any]) -> bool:
+    """Return whether the values of a list are the parts of one answer."""
+    return all(isinstance(one, dict) and "role" not in one and str(one.get("type")) in PARTS for one in values)
 
 
 def messages_of(message: object, skipped: list[str], default: str | None = None) -> list[Message]:

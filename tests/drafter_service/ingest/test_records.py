@@ -60,6 +60,10 @@ CALLED = '{"name": "look", "arguments": {"at": "it"}}'
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "seen"}
 BROKEN = {"role": "assistant", "content": "Well.", "tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]}
+PIECES = [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "text", "text": "I "}, {"type": "text", "text": "look."},
+          {"type": "tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]  # fmt: skip
+WRITTEN = f"Hm.\n\nI look.\n\n{CALLED}"
+"""What the content of a message of Anthropic's API is read as."""
 CHUNK = {"id": "c", "object": "chat.completion.chunk"}
 VERCEL = [
     {"type": "tool-look", "toolCallId": "1", "state": "output-available", "input": {"at": "it"}, "output": {"x": 1}},
@@ -290,6 +294,7 @@ CASES = {
         ([{"output": [{"type": "mcp_call", "name": "look", "arguments": '{"at": "it"}', "output": "seen"},
                       {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}]}],
          [(None, f"So.\n\n{CALLED}")]),
+        ([{"messages": [USER], "output": PIECES}], [(["Why?"], WRITTEN)]),
         ([{"input": [USER, {"type": "function_call", "name": "look", "call_id": "1", "arguments": '{"at": "it"}'},
                      {"type": "function_call_output", "call_id": "1", "output": "seen"}],
            "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}]}],
@@ -339,6 +344,9 @@ CASES = {
         ([{"attributes": {"ai.operationId": "ai.generateText.doGenerate", "ai.prompt.messages": json.dumps([USER]),
                           "ai.response.text": "So.", "ai.response.toolCalls": '[{"toolName": "look", "input": {"at": "it"}}]'}}],
          [(["Why?"], f"So.\n\n{CALLED}")]),
+        ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS, PARTS])}], ANSWERED * 2),
+        ([{"attributes": {"gen_ai.completion.0.role": "assistant", "gen_ai.completion.0.content": "a",
+                          "gen_ai.completion.1.role": "assistant", "gen_ai.completion.1.content": "b"}}], [(None, "a"), (None, "b")]),
         ([{"attributes": {"llm.request.type": "chat", "gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "Why?",
                           "gen_ai.completion.0.role": "assistant", "gen_ai.completion.0.content": "Because."}}], ANSWERED),
     ],
