@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from array import array
-from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from drafter_service.ingest import chats
+from drafter_service.ingest.bodies import body_of, request_of
 from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, as_json, chat_of, parsed, reply_to, words
 from drafter_service.ingest.documents import Part, RecordError
 from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
@@ -31,19 +31,8 @@ TEXTS = words(
 """Names of fields of an answer with its text."""
 SAMPLES = ("choices", "candidates", "generations", "completions", "output", "messages")
 """Names of fields of a response with its answers: OpenAI, Gemini, LangChain, HELM, Responses API and Bedrock."""
-BODY = frozenset(words("choices candidates generations object body role delta messages finish_reason"))
-"""Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
 ENDS = frozenset(words("stop length eos eos_token end_turn max_tokens stop_sequence tool_calls content_filter"))
 """Reasons why an answer ended, which may stand beside its text."""
-BODIES = ("body", "inputBodyJson", "outputBodyJson", "__data__", "body_segments")
-"""Fields of requests and responses with their bodies: Bedrock's, and those of recorded objects of pydantic and Gemini's
-library."""
-CONTENTS = ("content", "postData")
-"""Fields with their bodies beside `headers`."""
-BODY_TEXTS = words("data text string base64_string")
-"""Fields of recorded bodies with their text."""
-RECORDED = frozenset(words("encoding mimeType string base64_string"))
-"""Fields of which recorded bodies have one."""
 HEX = re.compile("(0000|1f8b)[0-9a-f]{28,}")
 """Binary event streams and gzip as hexadecimal digits, of which recordings may have lists."""
 BASE64 = re.compile(
@@ -58,7 +47,6 @@ PRINTED = re.compile(
 NOT_A_MESSAGE = "an item of a response that is neither a message nor a call, such as a list of tools"
 BINARY = "a recorded response in binary, written as hexadecimal digits or base64"
 PRINTED_OBJECT = "a response as Python prints it; record its text or its JSON"
-BROKEN_STREAM = "a streamed answer with chunks that cannot be read"
 SEPARATOR_BYTES = SEPARATOR.tobytes()
 BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
 UNTRAINED = "a message that its log excludes from training (weight 0, or part of the input)"
@@ -86,7 +74,7 @@ def exchange(request: object, response: object, skipped: list[str], name: object
 
     skipped: gets the reason for each part that is left out.
     """
-    request, response = body_of(request), body_of(response)
+    request, response = request_of(request, skipped), body_of(response)
     fields = response if isinstance(response, dict) else {}
     name = name or fields.get("id")
     name = name if isinstance(name, str) and name else None
@@ -227,54 +215,13 @@ def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
         if isinstance(chat := prompt_of(turns), Chat):
             return chats.with_request(chat, request)
     for name in PROMPTS:
-        prompt = prompt_of(body_of(request[name])) if request.get(name) is not None and name != skip else None
+        prompt = prompt_of(request_of(request[name], [])) if request.get(name) is not None and name != skip else None
         if isinstance(prompt, Chat):
             return chats.with_request(prompt, request)
         if prompt is not None:
             more = request.get("input") if name == "instruction" and isinstance(prompt, str) else None
             return f"{prompt}\n{more}" if isinstance(more, str) and more else prompt
     return None
-
-
-def body_of(value: object) -> object:
-    """Return a body that may be a JSON string, a recorded stream of events, or the field `body` of another object."""
-    decoded = value
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "__data__" in value[0]:
-        return [body_of(one) for one in value]
-    if isinstance(value, str):
-        decoded = parsed(value)
-        if value.startswith(("data:", "event:")):
-            lines = [line.removeprefix("data:").strip() for line in value.split("\n")]
-            events = [parsed(line) for line in lines if "{" in line]
-            read = [event for event in events if isinstance(event, dict)]
-            if 0 < len(read) < len(events):
-                raise RecordError(BROKEN_STREAM)
-            return read or value
-        first = decoded[0] if isinstance(decoded, list) and decoded else decoded
-        if not isinstance(first, dict) or not BODY & first.keys():
-            return value
-    if not isinstance(decoded, dict):
-        return decoded
-    texts = [text for name in BODY_TEXTS if isinstance(text := decoded.get(name), str)]
-    if texts and not RECORDED.isdisjoint(decoded):
-        is_encoded = decoded.get("encoding") == "base64" or "base64_string" in decoded
-        body = body_of(parsed(_text_of(texts[0]) if is_encoded else texts[0]))
-        return body if isinstance(body, dict | list) else decoded
-    for name in (*BODIES, *(CONTENTS if "headers" in decoded else ())):
-        body = body_of(parsed(decoded.get(name)))
-        if isinstance(body, dict) and name in CONTENTS and "mimeType" in body and body.get("encoding") != "base64":
-            return {}  # A page, such as that of an error
-        if isinstance(body, dict | list):
-            return body[0] if name == "body_segments" and isinstance(body, list) and len(body) == 1 else body
-    return decoded
-
-
-def _text_of(encoded: str) -> str:
-    """Return a text that is encoded in base64; "" for other bytes."""
-    try:
-        return b64decode(encoded).decode()
-    except ValueError:
-        return ""
 
 
 # --- Texts and token ids

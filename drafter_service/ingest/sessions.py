@@ -7,7 +7,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from drafter_service.ingest import chats
-from drafter_service.ingest.answers import BROKEN_STREAM, Found, Streamed, deltas_of, either, exchange
+from drafter_service.ingest.answers import Found, Streamed, deltas_of, either, exchange
+from drafter_service.ingest.bodies import BROKEN_STREAM
 from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Message, messages_of, reply_to, words
 
 Event = Mapping[str, Any]

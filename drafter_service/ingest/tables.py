@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import io
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -75,18 +73,10 @@ def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
             reading.faults.record(BAD_ROW if len(row) > len(header) else NOT_UTF8, place)
         elif row:
             cells = {
-                name: float(cell) if is_output and NUMBER.fullmatch(cell) else _cell(cell) if cell else None
+                name: float(cell) if is_output and NUMBER.fullmatch(cell) else parsed(cell) if cell else None
                 for name, is_output, cell in zip(header, outputs, row, strict=False)
             }
             yield Record(cells, place)
-
-
-def _cell(text: str) -> object:
-    """Return what a cell contains: JSON, a list of objects or an object as Python writes it, or a text."""
-    if text.startswith(("{'", "[{'")):
-        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            return ast.literal_eval(text)
-    return parsed(text)
 
 
 def _delimiter(head: bytes) -> str:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.ingest.answers import BAD_IDS, BINARY, BROKEN_STREAM, NOT_A_MESSAGE, PRINTED_OBJECT, UNTRAINED
+from drafter_service.ingest.answers import BAD_IDS, BINARY, NOT_A_MESSAGE, PRINTED_OBJECT, UNTRAINED
+from drafter_service.ingest.bodies import BROKEN_BODY, BROKEN_STREAM
 from drafter_service.ingest.chats import (
     BROKEN_CALL,
     CALL_PIECE,
@@ -30,6 +31,7 @@ from drafter_service.ingest.chats import (
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.formats import (
     ANY_FIELD,
+    FAILED_REQUEST,
     FIELDS,
     FORMATS,
     HINT,
@@ -38,6 +40,7 @@ from drafter_service.ingest.formats import (
     NO_OUTPUT,
     NOT_A_RECORD,
     OF_A_TEST,
+    REPEATED,
     read_records,
 )
 from drafter_service.ingest.readers import NO_RESPONSE, NOT_A_MODEL, REJECTED, SCORES, SHORTER
@@ -137,6 +140,43 @@ def codex(**payload):
 ALONE, ANSWERED = [(None, "Because.")], [(["Why?"], "Because.")]
 LOOKED = [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]
 """What most cases are read as: an answer without its prompt, with it, and after a tool call."""
+EVENTS = "".join(f"data: {json.dumps(one)}\n\n" for one in deltas({"content": "Be"}, {"content": "cause."}))
+RESPONSE = json.dumps({"id": "c", "object": "chat.completion", "choices": [{"logprobs": None, "message": ANSWER}]})
+BODIES = [
+    f" {RESPONSE}\n",
+    f"\ufeff{RESPONSE}",
+    RESPONSE.replace("null", "NaN"),
+    RESPONSE.replace('"c"', '"\\ud83d"'),
+    str(json.loads(RESPONSE)),
+    json.dumps({"model": "m", "message": ANSWER, "done": True}),
+    json.dumps({"output": {"message": ANSWER}, "usage": {}}),
+    json.dumps({"status_code": 200, "body": json.loads(RESPONSE)}),
+    json.dumps({"model": "m", "choices": [{"text": "Because."}]}),
+    *(
+        before + EVENTS
+        for before in ("", "\n\n", "\ufeff", ": PROCESSING {}\n\n", "id: 1\n", ":\n\nevent: x\nretry: 3\n")
+    ),
+]
+"""Texts that are a response with `ANSWER`."""
+REQUESTS = [
+    json.dumps({"contents": [{"parts": [{"text": "Why?"}], "role": "user"}]}),
+    f" {json.dumps({'messages': [USER]})}",
+]
+WRITTEN_JSON = [
+    '{"text": "JSON of a model"}',
+    '{"question": "Where?", "choices": ["Paris", "Rome"], "answer": "Paris"}',
+    '{"question": "Where?", "choices": [{"id": "A", "text": "Paris"}]}',
+    '{"question": "Where?", "choices": [{"id": "A", "text": "Pa',
+    '{"object": "chair", "answer": "It is brown."}',
+    '{"role": "engineer", "text": "writes code"}',
+    '{"subject": "Hello", "body": "Dear reader", "text": "x"}',
+    '{"candidates": [{"name": "Ann", "content": "x"}]}',
+    '{"error": {"message": "x"}, "line": 3}',
+    '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+    "{'a': 1}",
+    "data: {name} is a placeholder",
+]
+"""Outputs that resemble bodies of an API."""
 CASES = {
     "OpenAI, streamed chunks": [
         (deltas({"role": "assistant", "content": ""}, {"content": "Be"}, {"content": "cause."}), ALONE),
@@ -428,6 +468,10 @@ CASES = {
          [(["Be short.", "Why?", CALLED, "seen", "So?"], "Because.")]),
         ([{"messages": json.dumps([USER]), "call_type": "completion", "response": json.dumps({"choices": CHOICES})}], ANSWERED),
         ([{"request": {"messages": [USER]}, "response": deltas({"content": "Be"}, {"content": "cause."})}], ANSWERED),
+        *(([{"request": json.dumps({"messages": [USER]}), "response": body}], ANSWERED) for body in BODIES),
+        *(([{"request": body, "response": "Because."}], ANSWERED) for body in REQUESTS),
+        ([{"request": {"messages": [USER]}, "response": PIECES}], [(["Why?"], WRITTEN)]),
+        ([{"request": {"messages": [USER]}, "response": json.dumps(PIECES)}], [(["Why?"], WRITTEN)]),
         ([{"request": {"messages": [USER]}, "response": "".join(f"data: {json.dumps(one)}\n\n" for one in deltas(
             {"content": "Be"}, {"content": "cause."})) + "data: [DONE]\n\n"}], ANSWERED),
         ([{"request": {"model": "m"}, "response": [{"contentBlockDelta": {"delta": {"text": text}}} for text in ("Be", "cause.")]}],
@@ -522,7 +566,9 @@ CASES = {
         ([{"type": "chat", "session_id": "s", "prompt": "p", "response": "r"}], [("p", "r")]),
         ([{"source": "x", "observation": "o", "prompt": "p", "response": "r"}], [("p", "r")]),
         ([{"messages": [USER, ANSWER], "generations": ["a", "b"]}], [(["Why?"], "a"), (["Why?"], "b")]),
-        ([{"prompt": "p", "response": '{"text": "JSON of a model"}'}], [("p", '{"text": "JSON of a model"}')]),
+        *(([{"prompt": "p", "response": text}], [("p", text)]) for text in WRITTEN_JSON),
+        ([{"prompt": "p", "completion": PIECES}], [("p", WRITTEN)]),
+        ([{"prompt": "p", "completion": "c", "reasoning": "high"}], [("p", "c")]),
         ([{"prompt": "p", "completion": "good", "label": True}, {"prompt": "p", "completion": "bad", "label": False}], [("p", "good")]),
         ([{"question": "q", "response": "", "answer": "gold"}], []),
         ([{"question": "q", "prediction": "written", "reference": "a longer reference"}], [("q", "written")]),
@@ -681,6 +727,20 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"custom_id": "1", "response": None, "error": {"code": "x"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "response": None, "status": "failure"}, NO_OUTPUT),
         ({"request": {"messages": [USER, ANSWER, USER]}, "response": {"error": "x"}}, NO_OUTPUT),
+        ({"request": {"messages": [USER]}, "response": '{"error": {"message": "Rate limit", "type": "tokens"}}'}, NO_OUTPUT),
+        ({"request": {"messages": [USER]}, "response": "Server Error", "status": 500}, FAILED_REQUEST),
+        ({"prompt": "p", "completion": "Too many requests", "status_code": "429"}, FAILED_REQUEST),
+        ({"request": {"messages": [USER]}, "response": {"status": 503, "text": "Unavailable"}}, FAILED_REQUEST),
+        ({"request": {"messages": [USER]}, "response": RESPONSE[:-9]}, BROKEN_BODY),
+        ({"request": {"messages": [USER]}, "response": {"body": RESPONSE[:-9]}}, BROKEN_BODY),
+        ({"request": {"messages": [USER]}, "response": str(json.loads(RESPONSE))[:-9]}, BROKEN_BODY),
+        ({"prompt": "p", "completion": f"{RESPONSE[:60]}... [truncated]"}, BROKEN_BODY),
+        *(({"prompt": "p", "response": body[:-1]}, BROKEN_BODY) for body in (
+            json.dumps({"type": "message", "role": "assistant", "content": []}), json.dumps({"candidates": [{"content": {"parts": []}}]}),
+            json.dumps({"model": "m", "message": ANSWER}), '{"error": {"message": "Rate limit"}}')),
+        ({"gen_ai.input.messages": "[]", "gen_ai.output.messages": json.dumps([PARTS])[:-9]}, BROKEN_BODY),
+        ({"request": {"messages": [USER]}, "response": 'event: message_start\ndata: {"type": "message_start", "mess'}, BROKEN_STREAM),
+        ({"text": "Be", "meta_info": {"id": "1", "finish_reason": None}}, REPEATED),
         ({"prompt": "p", "response": {"stdout": "a b", "gpt_score": "1"}}, NO_OUTPUT),
         ({"prompt": "p", "result": {"1": "passed"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
@@ -912,6 +972,13 @@ def test_a_call_of_gemini_in_pieces_costs_only_itself():
               for part, end in zip(parts, ends, strict=True)]  # fmt: skip
     assert outputs(*chunks) == [(None, CALLED)]
     assert skipped(*chunks) == [CALL_PIECE, CALL_PIECE]
+
+
+def test_a_broken_request_costs_only_the_prompt():
+    cut = json.dumps({"model": "m", "messages": [USER]})[:-9]
+    record = {"request": cut, "response": {"choices": CHOICES}}
+    assert outputs(record, {"input": cut, "output": "So."}) == [(None, "Because."), (None, "So.")]
+    assert skipped(record) == [BROKEN_BODY]
 
 
 def test_a_broken_call_costs_only_itself():
