@@ -58,6 +58,8 @@ EVENT = re.compile("message_|content_block_|(message|content|tool-plan|tool-call
 """Types of Anthropic's events and Cohere's."""
 BEDROCK = ("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop")
 """Events of Bedrock's ConverseStream."""
+WHOLE = ("response.completed", "response.incomplete")
+"""Types of the last event of the Responses API, which repeats all pieces; "incomplete": after the limit of tokens."""
 
 
 class Found(NamedTuple):
@@ -338,27 +340,29 @@ class Streamed:
 
     def __init__(self) -> None:
         self._answers: dict[int, Message] = {}
-        """By its number, the pieces of an answer: lists of texts, Gemini's parts, and calls by their index."""
+        """By its number, the pieces of an answer: lists of texts, Gemini's parts, and calls."""
         self._open: set[int] = set()
         self._whole: object = None
 
     def add(self, event: Mapping[str, Any]) -> bool:
         """Add the pieces of an event, and return whether it ends the response."""
-        if event.get("type") == "response.completed":  # It repeats all pieces.
+        if event.get("type") in WHOLE:
             self._whole = event.get("response")
             return True
         deltas = deltas_of(event) or []
         for number, fields, is_last in deltas:
-            new: Message = {"content": [], "reasoning": [], "parts": [], "calls": {}}
+            new: Message = {"content": [], "reasoning": [], "parts": [], "calls": []}
             answer = self._answers.setdefault(number, new)
+            if isinstance(content := fields.get("content"), list):  # Mistral
+                for message in chats.messages_of({"content": content}, [], ASSISTANT):
+                    fields = {**fields, **message}
             answer["content"].append(_piece(fields, "content", "text"))
             answer["reasoning"].append(_piece(fields, "reasoning_content", "reasoning", "thinking"))
             answer["parts"] += parts if isinstance(parts := fields.get("parts"), list) else []
             calls = fields.get("tool_calls") or [{"function": fields.get("function_call")}]
             for position, call in enumerate(calls if isinstance(calls, list) else ()):
-                if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
-                    pieces = answer["calls"].setdefault(str(call.get("index", position)), [])
-                    pieces.append((_piece(function, "name"), _piece(function, "arguments")))
+                if isinstance(call, dict) and isinstance(call.get("function"), dict):
+                    _add_call(answer["calls"], {"index": position, **call})
             (self._open.discard if is_last else self._open.add)(number)
         return bool(deltas) and not self._open
 
@@ -367,16 +371,30 @@ class Streamed:
         return self._whole or {"choices": [{"message": _message(self._answers[key])} for key in sorted(self._answers)]}
 
 
+def _add_call(calls: list[Message], piece: Message) -> None:
+    """Add a piece of a tool call to the last call with its index, or begin another one.
+
+    Some services have one index for all calls, each with its own id or with its whole arguments.
+    """
+    index, function, known = str(piece["index"]), piece["function"], piece.get("id")
+    call = next((one for one in reversed(calls) if one["index"] == index), None)
+    name, arguments = _piece(function, "name"), function.get("arguments")
+    # Some servers have a new id in each piece, and the name in the first.
+    if call is None or isinstance(arguments, dict) or (name and known not in (None, "", call["id"])):
+        calls.append(call := {"index": index, "id": known, "name": "", "arguments": []})
+    call["name"] += name if name != call["name"] else ""  # Some servers repeat it.
+    call["arguments"].append(_piece(function, "arguments"))
+
+
 def _message(answer: Message) -> Message:
-    calls = [["".join(pieces) for pieces in zip(*call, strict=True)] for call in answer["calls"].values()]
-    functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    calls = [{"name": call["name"], "arguments": "".join(call["arguments"])} for call in answer["calls"]]
     texts = {name: "".join(answer[name]) for name in ("content", "reasoning")}
-    return {**texts, "parts": answer["parts"], "tool_calls": functions}
+    return {**texts, "parts": answer["parts"], "tool_calls": [{"function": call} for call in calls]}
 
 
 def response_of(events: list[Any]) -> object:
     """Return the response whose pieces are in the events of a stream; None if the values are not its events."""
-    is_whole = bool(events) and isinstance(events[-1], dict) and events[-1].get("type") == "response.completed"
+    is_whole = bool(events) and isinstance(events[-1], dict) and events[-1].get("type") in WHOLE
     if not is_whole and (not events or deltas_of(events[0]) is None):
         return None
     streamed = Streamed()

@@ -228,6 +228,8 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
     """
     if is_given(value):
         return _of_children(value, skipped, depth + 1)
+    if "choices" in value and answers.deltas_of(value) is not None:  # A chunk, which is only a piece
+        return []
     for row in _rows_of(tuple(value)):
         if row.read in (None, readers.text, readers.ALL_IDS) or not row.fields or is_given(value, row.read):
             continue

@@ -137,6 +137,18 @@ def codex(**payload):
     return {"timestamp": "2026-01-01T00:00:00Z", "type": "response_item", "payload": payload}
 
 
+LOOK, AT_IT = {"name": "look", "arguments": '{"at": "it"}'}, ({"arguments": '{"at": '}, {"arguments": '"it"}'})
+CALLS_IN_PIECES = [
+    [({"index": 0, "id": "1"}, LOOK), ({"index": 0, "id": "2"}, LOOK)],
+    [({"id": "1"}, LOOK), ({"id": "2"}, LOOK)],
+    [({"index": 0}, LOOK | {"arguments": {"at": "it"}})] * 2,
+    [
+        ({"index": 0, "id": f"{number}{at}"}, piece)
+        for number in "ab"
+        for at, piece in enumerate(({"name": "look"}, *AT_IT))
+    ],
+]
+"""Pieces of two calls that have the same index."""
 ALONE, ANSWERED = [(None, "Because.")], [(["Why?"], "Because.")]
 LOOKED = [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]
 """What most cases are read as: an answer without its prompt, with it, and after a tool call."""
@@ -184,6 +196,13 @@ CASES = {
         (deltas({"tool_calls": [{"index": 0, "id": "1", "function": {"name": "look", "arguments": ""}}]},
                 {"tool_calls": [{"index": 0, "function": {"arguments": '{"at": '}}]},
                 {"tool_calls": [{"index": 0, "function": {"arguments": '"it"}'}}]}), [(None, CALLED)]),
+        *((deltas(*({"tool_calls": [{**fields, "function": function}]} for fields, function in calls), {}), [(None, f"{CALLED}\n\n{CALLED}")])
+          for calls in CALLS_IN_PIECES),
+        (deltas({"tool_calls": [{"index": 0, "id": "1", "function": {"name": "look", "arguments": '{"at": '}}]},
+                {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "look", "arguments": '"it"}'}}]}, {}), [(None, CALLED)]),
+        (deltas({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "H"}]}]},
+                {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "m."}]}]},
+                {"content": [{"type": "text", "text": "S"}]}, {"content": "o."}), [(None, "Hm.\n\nSo.")]),
         ([{"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": end}]}
           for text, end in (("Be", None), ("cause.", "stop"))], ALONE),
         ([CHUNK | {"choices": [{"index": index, "delta": {"content": text}}]}
@@ -216,6 +235,8 @@ CASES = {
           {"contentBlockDelta": {"contentBlockIndex": 2, "delta": {"toolUse": {"input": '{"at": "it"}'}}}},
           {"messageStop": {"stopReason": "tool_use"}}], [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
         ([{"type": "response.output_text.delta", "delta": "Be"},
+          {"type": "response.incomplete", "response": {"output": [ANSWER | {"type": "message"}]}}], ALONE),
+        ([{"type": "response.output_text.delta", "delta": "Be"},
           {"type": "response.completed", "response": {"id": "r", "output": [ANSWER | {"type": "message"}]}}], ALONE),
     ],
     "Ollama": [
@@ -224,7 +245,7 @@ CASES = {
         ([{"model": "m", "prompt": "Why?", "response": "Because.", "done": True}], [("Why?", "Because.")]),
         ([{"model": "m", "message": {"content": "So.", "thinking": "Hm."}, "done": True}], [(None, "Hm.\n\nSo.")]),
         ([{"model": "m", "message": {"content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]},
-           "done": True}], [(None, CALLED)]),
+           "done": done} for done in (False, True)], [(None, f"{CALLED}\n\n{CALLED}")]),
     ],
     "llama.cpp": [
         ([{"content": "Because.", "prompt": "Why?", "stop": True, "tokens": []}], [("Why?", "Because.")]),
@@ -721,6 +742,7 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({}, NO_FORMAT),
         ([{"role": ["user"], "type": ["tool_use"], "content": [{"type": {"a": 1}}]}], NO_FORMAT),
         ({"messages": [USER]}, NO_ANSWER),
+        ({"candidates": True, "message": {"role": "user"}, "done": True}, NO_OUTPUT),
         (USER, NO_ANSWER),
         (claude("user", "Why?"), NO_ANSWER),
         ({"type": "response.output_text.delta", "delta": "a"}, NO_ANSWER),
@@ -883,6 +905,7 @@ def test_a_field_that_is_empty_in_the_first_records_is_suggested():
         {"modalities": {"input": ["text"], "output": ["text"]}},
         {"cells": [{"outputs": [{"name": "stdout", "text": ["x"]}]}]},
         {"type": "mode", "answer_html": "a b"},
+        {"chunk": {"object": "text_completion", "choices": [{"text": "Be", "finish_reason": None}]}},
         {"sessionId": "s", "note": "a b"},
         {"sessionId": "s", "prompt": "p"},
     ],
