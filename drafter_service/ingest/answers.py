@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from array import array
-from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from drafter_service.ingest import chats
+from drafter_service.ingest.bodies import body_of, request_of
 from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, as_json, chat_of, parsed, reply_to, words
 from drafter_service.ingest.documents import Part, RecordError
 from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
@@ -31,19 +31,8 @@ TEXTS = words(
 """Names of fields of an answer with its text."""
 SAMPLES = ("choices", "candidates", "generations", "completions", "output", "messages")
 """Names of fields of a response with its answers: OpenAI, Gemini, LangChain, HELM, Responses API and Bedrock."""
-BODY = frozenset(words("choices candidates generations object body role delta messages finish_reason"))
-"""Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
 ENDS = frozenset(words("stop length eos eos_token end_turn max_tokens stop_sequence tool_calls content_filter"))
 """Reasons why an answer ended, which may stand beside its text."""
-BODIES = ("body", "inputBodyJson", "outputBodyJson", "__data__", "body_segments")
-"""Fields of requests and responses with their bodies: Bedrock's, and those of recorded objects of pydantic and Gemini's
-library."""
-CONTENTS = ("content", "postData")
-"""Fields with their bodies beside `headers`."""
-BODY_TEXTS = words("data text string base64_string")
-"""Fields of recorded bodies with their text."""
-RECORDED = frozenset(words("encoding mimeType string base64_string"))
-"""Fields of which recorded bodies have one."""
 HEX = re.compile("(0000|1f8b)[0-9a-f]{28,}")
 """Binary event streams and gzip as hexadecimal digits, of which recordings may have lists."""
 BASE64 = re.compile(
@@ -58,7 +47,6 @@ PRINTED = re.compile(
 NOT_A_MESSAGE = "an item of a response that is neither a message nor a call, such as a list of tools"
 BINARY = "a recorded response in binary, written as hexadecimal digits or base64"
 PRINTED_OBJECT = "a response as Python prints it; record its text or its JSON"
-BROKEN_STREAM = "a streamed answer with chunks that cannot be read"
 SEPARATOR_BYTES = SEPARATOR.tobytes()
 BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
 UNTRAINED = "a message that its log excludes from training (weight 0, or part of the input)"
@@ -70,6 +58,8 @@ EVENT = re.compile("message_|content_block_|(message|content|tool-plan|tool-call
 """Types of Anthropic's events and Cohere's."""
 BEDROCK = ("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop")
 """Events of Bedrock's ConverseStream."""
+WHOLE = ("response.completed", "response.incomplete")
+"""Types of the last event of the Responses API, which repeats all pieces; "incomplete": after the limit of tokens."""
 
 
 class Found(NamedTuple):
@@ -86,13 +76,14 @@ def exchange(request: object, response: object, skipped: list[str], name: object
 
     skipped: gets the reason for each part that is left out.
     """
-    request, response = body_of(request), body_of(response)
+    request, response = request_of(request, skipped), body_of(response)
     fields = response if isinstance(response, dict) else {}
     name = name or fields.get("id")
     name = name if isinstance(name, str) and name else None
     if isinstance(choices := fields.get("choices"), list):
         return [Found(output, prompt, name) for output, prompt in _choices(request, fields, choices, skipped)]
-    run = fields.get("messages", response)
+    # If both are one record, its messages are those of the request.
+    run: Any = response if request is response else fields.get("messages", response)
     if chats.is_chat(run) and any(chats.role_of(one) != ASSISTANT for one in run):  # Of an agent
         found = conversation(run, request, skipped, prompt_of(request)) or []
         return [one._replace(request=name) for one in found]
@@ -122,7 +113,10 @@ def _choices(
             number = (index if isinstance(index, int) else position) // max(1, len(choices) // len(several))
             prompt = part_of(several[number]) if 0 <= number < len(several) else None
         for output in outputs_of(choice, skipped):
-            yield output, prompt
+            if fields.get("echo") and isinstance(output, str) and isinstance(prompt, str):
+                output = output.removeprefix(prompt)
+            if not isinstance(output, str) or output:
+                yield output, prompt
 
 
 def conversation(
@@ -163,6 +157,8 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
     if isinstance(value, list):
         if (whole := response_of(value)) is not None:
             return outputs_of(whole, skipped)
+        if chats.are_parts(value):
+            return outputs_of({"role": ASSISTANT, "content": value}, skipped)
         if len(value) == 2 and isinstance(value[1], str) and value[1] in ENDS:  # Why it ended
             return outputs_of(value[0], skipped)
         items = [one for one in value if not isinstance(one, dict) or "type" not in one or chats.role_of(one)]
@@ -170,7 +166,9 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
             skipped += [NOT_A_MESSAGE] * (len(value) - len(items))
             value = items
         if chats.is_chat(value):
-            return _reply(chats.read_messages(value, skipped))
+            messages = chats.read_messages(value, skipped)
+            are_samples = all(message["role"] == ASSISTANT for message in messages)
+            return [output for one in (messages if are_samples else messages[-1:]) for output in _reply([one])]
         return [output for element in value for output in outputs_of(element, skipped)]
     if not isinstance(value, dict):
         return []
@@ -219,54 +217,13 @@ def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
         if isinstance(chat := prompt_of(turns), Chat):
             return chats.with_request(chat, request)
     for name in PROMPTS:
-        prompt = prompt_of(body_of(request[name])) if request.get(name) is not None and name != skip else None
+        prompt = prompt_of(request_of(request[name], [])) if request.get(name) is not None and name != skip else None
         if isinstance(prompt, Chat):
             return chats.with_request(prompt, request)
         if prompt is not None:
             more = request.get("input") if name == "instruction" and isinstance(prompt, str) else None
             return f"{prompt}\n{more}" if isinstance(more, str) and more else prompt
     return None
-
-
-def body_of(value: object) -> object:
-    """Return a body that may be a JSON string, a recorded stream of events, or the field `body` of another object."""
-    decoded = value
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "__data__" in value[0]:
-        return [body_of(one) for one in value]
-    if isinstance(value, str):
-        decoded = parsed(value)
-        if value.startswith(("data:", "event:")):
-            lines = [line.removeprefix("data:").strip() for line in value.split("\n")]
-            events = [parsed(line) for line in lines if "{" in line]
-            read = [event for event in events if isinstance(event, dict)]
-            if 0 < len(read) < len(events):
-                raise RecordError(BROKEN_STREAM)
-            return read or value
-        first = decoded[0] if isinstance(decoded, list) and decoded else decoded
-        if not isinstance(first, dict) or not BODY & first.keys():
-            return value
-    if not isinstance(decoded, dict):
-        return decoded
-    texts = [text for name in BODY_TEXTS if isinstance(text := decoded.get(name), str)]
-    if texts and not RECORDED.isdisjoint(decoded):
-        is_encoded = decoded.get("encoding") == "base64" or "base64_string" in decoded
-        body = body_of(parsed(_text_of(texts[0]) if is_encoded else texts[0]))
-        return body if isinstance(body, dict | list) else decoded
-    for name in (*BODIES, *(CONTENTS if "headers" in decoded else ())):
-        body = body_of(parsed(decoded.get(name)))
-        if isinstance(body, dict) and name in CONTENTS and "mimeType" in body and body.get("encoding") != "base64":
-            return {}  # A page, such as that of an error
-        if isinstance(body, dict | list):
-            return body[0] if name == "body_segments" and isinstance(body, list) and len(body) == 1 else body
-    return decoded
-
-
-def _text_of(encoded: str) -> str:
-    """Return a text that is encoded in base64; "" for other bytes."""
-    try:
-        return b64decode(encoded).decode()
-    except ValueError:
-        return ""
 
 
 # --- Texts and token ids
@@ -383,27 +340,29 @@ class Streamed:
 
     def __init__(self) -> None:
         self._answers: dict[int, Message] = {}
-        """By its number, the pieces of an answer: lists of texts, Gemini's parts, and calls by their index."""
+        """By its number, the pieces of an answer: lists of texts, Gemini's parts, and calls."""
         self._open: set[int] = set()
         self._whole: object = None
 
     def add(self, event: Mapping[str, Any]) -> bool:
         """Add the pieces of an event, and return whether it ends the response."""
-        if event.get("type") == "response.completed":  # It repeats all pieces.
+        if event.get("type") in WHOLE:
             self._whole = event.get("response")
             return True
         deltas = deltas_of(event) or []
         for number, fields, is_last in deltas:
-            new: Message = {"content": [], "reasoning": [], "parts": [], "calls": {}}
+            new: Message = {"content": [], "reasoning": [], "parts": [], "calls": []}
             answer = self._answers.setdefault(number, new)
+            if isinstance(content := fields.get("content"), list):  # Mistral
+                for message in chats.messages_of({"content": content}, [], ASSISTANT):
+                    fields = {**fields, **message}
             answer["content"].append(_piece(fields, "content", "text"))
             answer["reasoning"].append(_piece(fields, "reasoning_content", "reasoning", "thinking"))
             answer["parts"] += parts if isinstance(parts := fields.get("parts"), list) else []
             calls = fields.get("tool_calls") or [{"function": fields.get("function_call")}]
             for position, call in enumerate(calls if isinstance(calls, list) else ()):
-                if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
-                    pieces = answer["calls"].setdefault(str(call.get("index", position)), [])
-                    pieces.append((_piece(function, "name"), _piece(function, "arguments")))
+                if isinstance(call, dict) and isinstance(call.get("function"), dict):
+                    _add_call(answer["calls"], {"index": position, **call})
             (self._open.discard if is_last else self._open.add)(number)
         return bool(deltas) and not self._open
 
@@ -412,16 +371,30 @@ class Streamed:
         return self._whole or {"choices": [{"message": _message(self._answers[key])} for key in sorted(self._answers)]}
 
 
+def _add_call(calls: list[Message], piece: Message) -> None:
+    """Add a piece of a tool call to the last call with its index, or begin another one.
+
+    Some services have one index for all calls, each with its own id or with its whole arguments.
+    """
+    index, function, known = str(piece["index"]), piece["function"], piece.get("id")
+    call = next((one for one in reversed(calls) if one["index"] == index), None)
+    name, arguments = _piece(function, "name"), function.get("arguments")
+    # Some servers have a new id in each piece, and the name in the first.
+    if call is None or isinstance(arguments, dict) or (name and known not in (None, "", call["id"])):
+        calls.append(call := {"index": index, "id": known, "name": "", "arguments": []})
+    call["name"] += name if name != call["name"] else ""  # Some servers repeat it.
+    call["arguments"].append(_piece(function, "arguments"))
+
+
 def _message(answer: Message) -> Message:
-    calls = [["".join(pieces) for pieces in zip(*call, strict=True)] for call in answer["calls"].values()]
-    functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    calls = [{"name": call["name"], "arguments": "".join(call["arguments"])} for call in answer["calls"]]
     texts = {name: "".join(answer[name]) for name in ("content", "reasoning")}
-    return {**texts, "parts": answer["parts"], "tool_calls": functions}
+    return {**texts, "parts": answer["parts"], "tool_calls": [{"function": call} for call in calls]}
 
 
 def response_of(events: list[Any]) -> object:
     """Return the response whose pieces are in the events of a stream; None if the values are not its events."""
-    is_whole = bool(events) and isinstance(events[-1], dict) and events[-1].get("type") == "response.completed"
+    is_whole = bool(events) and isinstance(events[-1], dict) and events[-1].get("type") in WHOLE
     if not is_whole and (not events or deltas_of(events[0]) is None):
         return None
     streamed = Streamed()

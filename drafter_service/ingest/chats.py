@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import orjson
@@ -63,6 +66,8 @@ THOUGHTS = frozenset(
     words("thinking reasoning reasoning.text reasoning.summary reasoning_text reasoningContent thoughts")
 )
 """Types of parts of a content; Gemini and Bedrock have them as the name of the part's only field."""
+PARTS = frozenset(words("text output_text thinking redacted_thinking tool_use"))
+"""Types of the parts of an answer of Anthropic's API and of OpenAI's."""
 TEXTS = ("text", "value", "refusal", "content")
 FILES = frozenset(words("inlineData inline_data fileData image image_url codeExecutionResult code_execution_result"))
 """Fields of parts that are not text of the model."""
@@ -79,6 +84,11 @@ UNUSUAL = frozenset(
     )
 )
 """Fields of messages with more than a text."""
+
+AROUND_JSON = "\ufeff \t\r\n"
+"""Characters before and after a JSON value: a byte order mark and white space."""
+DECODER = json.JSONDecoder()
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 BROKEN_CALL = "a tool call whose arguments are not JSON"
 CALL_PIECE = "a piece of a tool call of Gemini whose arguments are streamed"
@@ -171,6 +181,11 @@ def is_chat(value: object) -> bool:
     """Return whether a value is a list of messages, all of known roles."""
     known = ROLES.values()
     return isinstance(value, list) and bool(value) and all(role_of(message) in known for message in value)
+
+
+def are_parts(values: list[Any]) -> bool:
+    """Return whether the values of a list are the parts of one answer."""
+    return all(isinstance(one, dict) and "role" not in one and str(one.get("type")) in PARTS for one in values)
 
 
 def messages_of(message: object, skipped: list[str], default: str | None = None) -> list[Message]:
@@ -299,13 +314,32 @@ def plain_text(message: Message) -> str:
 
 
 def parsed(value: object) -> object:
-    """Return an object or a list that may be encoded as a JSON string."""
-    if isinstance(value, str) and value[:1] in ("{", "["):
-        try:
-            return orjson.loads(value)
-        except orjson.JSONDecodeError:
-            return value
+    """Return an object or a list that may be encoded as a JSON string, or as Python prints it; others as they are."""
+    text = value.strip(AROUND_JSON) if isinstance(value, str) else ""
+    if text[:1] not in ("{", "["):
+        return value
+    with suppress(orjson.JSONDecodeError):
+        return orjson.loads(text)
+    with suppress(ValueError, RecursionError):
+        read, end = decoded(text, 0)
+        if end == len(text):
+            return read
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        if text.startswith(("{'", "[{'")):
+            return ast.literal_eval(text)
     return value
+
+
+def decoded(text: str, first: int) -> tuple[object, int]:
+    """Return the JSON value that begins at `first`, and its end. Raises ValueError.
+
+    NaN is accepted, and lone surrogates are replaced.
+    """
+    value, end = DECODER.raw_decode(text, first)
+    if SURROGATE.search(text, first, end):
+        plain = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+        value = json.loads(plain.decode("utf-16-le", "replace"))
+    return value, end
 
 
 class _Parts:

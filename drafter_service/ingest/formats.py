@@ -13,6 +13,7 @@ import numpy as np
 
 from drafter_service.ingest import answers, readers, sessions, trajectories
 from drafter_service.ingest.answers import Found, conversation, outputs_of
+from drafter_service.ingest.bodies import body_of
 from drafter_service.ingest.chats import ASSISTANT, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import ORIGIN_FIELDS, Part, RecordError
 from drafter_service.ingest.readers import MAX_SHAPES, NOT_SEARCHED, Reader, Value, is_given
@@ -24,7 +25,11 @@ IDS = frozenset((*answers.PROMPT_IDS, *answers.OUTPUT_IDS, *readers.MASKS, "toke
 NOT_A_RECORD = "not a JSON object"
 NO_OUTPUT = "no output: the answer is empty, missing or of an unknown form, as after a failed request"
 OF_A_TEST = "messages beside objects with an output, such as those of a test; name the output with --field"
+FAILED_REQUEST = "a request that failed (a status from 400 to 599)"
+REPEATED = "a chunk of an answer whose last chunk repeats it"
 TOO_DEEP = "a record that is nested too deeply"
+STATUSES = ("status", "status_code", "statusCode")
+HTTP_ERROR = re.compile(r"[45]\d\d")
 SETTINGS = re.compile(
     r"ping|pong|done|init|heartbeat|keep[._-]?alive|session([._-]\w+)?|([\w-]+[._-])?(mode|settings?|config)"
     r"|([\w-]+[._-])?(mode|model|level|settings?|config|limits)[._-]?(changed?|updated?|set)",
@@ -137,6 +142,9 @@ def _read(
     if not isinstance(value, dict):
         yield Read(record, "", [], [NOT_A_RECORD])
         return
+    if reason := _unlearned(value):
+        yield Read(record, "", [], [reason])
+        return
     names = tuple(value)
     for row in _rows_of(names):
         if row.group is not None and (key := row.group.key_of(value)) is not None:
@@ -163,6 +171,15 @@ def _read(
             refusals[names] += _advice(value)
         reason = refusals[names]
         yield Read(record, "", [], [reason if reason == NO_FORMAT or HINT in reason else reason + ANY_FIELD])
+
+
+def _unlearned(value: Value) -> str | None:
+    """Return why a record has no output, although it may have a text; None if it may have an output."""
+    places = [place for place in (value, value.get("response")) if isinstance(place, dict)]
+    if any(HTTP_ERROR.fullmatch(str(place[name])) for place in places for name in STATUSES if name in place):
+        return FAILED_REQUEST
+    meta = value.get("meta_info")  # SGLang
+    return REPEATED if isinstance(meta, dict) and meta.get("finish_reason", "") is None else None
 
 
 def _is_setting(event: Value) -> bool:
@@ -211,6 +228,8 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
     """
     if is_given(value):
         return _of_children(value, skipped, depth + 1)
+    if "choices" in value and answers.deltas_of(value) is not None:  # A chunk, which is only a piece
+        return []
     for row in _rows_of(tuple(value)):
         if row.read in (None, readers.text, readers.ALL_IDS) or not row.fields or is_given(value, row.read):
             continue
@@ -240,7 +259,7 @@ def read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
     *before, outputs = reached = [[*_reached(record.value, field.replace("[]", ""))] for field in fields]
     prompt = _joined([value for values in before for value in values])
     for value in outputs if all(before) else ():
-        body = answers.body_of(value)
+        body = body_of(value)
         if is_chat(body):
             found += conversation(body, record.value, skipped, prompt) or []
         elif body is not value or not isinstance(value, dict) or role_of(value) is not None or "choices" in value:

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from drafter_service.ingest.chats import DECODER, decoded
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.formats import read_records
@@ -30,12 +31,10 @@ IGNORED = re.compile(rb"\s*(#|//|:|(event|id|retry):|(data:\s*(\[DONE\]\s*)?)?$)
 OBJECT = re.compile(r'\{(?=\s*")')
 ARRAY = re.compile(r"\s*\[(?=\s*[\[{])")
 BETWEEN = re.compile(r"[\s,]*")
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 CUT_MARGIN = 12
 """Number of last characters of a text in which an error may be caused by its end."""
 KEPT_CHARS = 200
 """Number of characters of the window that are kept before the position: the indentation of its line."""
-DECODER = json.JSONDecoder()
 
 
 def layout_of(head: bytes, suffix: str, share: float) -> str | None:
@@ -118,23 +117,14 @@ def values_of(line: bytes) -> object:
         return []
     with suppress(ValueError, RecursionError):
         if start := ARRAY.match(text):
-            return _decoded(text, start.end() - 1)[0]
+            return decoded(text, start.end() - 1)[0]
     values: list[object] = []
     end = 0
     with suppress(ValueError, RecursionError):
         while start := OBJECT.search(text, end):
-            value, end = _decoded(text, start.start())
+            value, end = decoded(text, start.start())
             values.append(value)
     return values[0] if len(values) == 1 else values
-
-
-def _decoded(text: str, first: int) -> tuple[object, int]:
-    """Return the value that begins at `first` and its end, lone surrogates replaced. Raises ValueError."""
-    value, end = DECODER.raw_decode(text, first)
-    if SURROGATE.search(text, first, end):
-        plain = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
-        value = json.loads(plain.decode("utf-16-le", "replace"))
-    return value, end
 
 
 def _is_cut(error: Exception, text: str) -> bool:
@@ -266,7 +256,7 @@ class JsonText:
         """Return the value here, and go to its end. Raises RecordError if it is cut off, too long or not JSON."""
         while True:
             try:
-                value, end = _decoded(self._text, self._at)
+                value, end = decoded(self._text, self._at)
                 # A number at the end of the window may have further digits.
                 if end < len(self._text) or not isinstance(value, int | float) or not self._read_on():
                     break

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from drafter_service.ingest import answers
-from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
+from drafter_service.ingest.answers import Found, conversation, exchange, outputs_of, prompt_of
+from drafter_service.ingest.bodies import body_of, request_of
 from drafter_service.ingest.chats import ASSISTANT, Chat, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import BEGAN
 from drafter_service.ingest.sessions import NO_ANSWER
@@ -24,6 +25,8 @@ does not have the format."""
 
 REQUESTS = words("request request_body requestBody body req reqPayload proxy_server_request kwargs inputs input")
 RESPONSES = words("response response_body responseBody resp respPayload response_obj result outputs output")
+OF_BODIES = frozenset(words("choices candidates generations object body role delta messages finish_reason"))
+"""Fields by which an object is a request or response of an API."""
 COMPLETIONS = words(
     "completion completions response responses generation generations generated_text generated_texts model_output"
     " model_outputs model_response full_model_response raw_output raw_outputs output_text text_output output_list"
@@ -40,6 +43,8 @@ LONGER = re.compile(
 """Names of fields with such texts."""
 THOUGHTS = words("reasoning reasoning_content thinking scratchpad")
 """Names of fields with the reasoning before an output, perhaps after the part of the output's name before "_"."""
+EFFORTS = words("none minimal low medium high xhigh auto on off enabled disabled")
+"""Values of fields with these names that are settings of a request."""
 CONVERSATIONS = (
     *answers.CHATS,
     *words("traj history trajectory dialogue dialog chat chat_history message_log events aider"),
@@ -138,7 +143,7 @@ def response(record: Value, skipped: list[str]) -> list[Found] | None:
 
 def request_and_response(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read a request and its response, or a step of a trace; not columns of texts."""
-    request = next((body_of(record[name]) for name in REQUESTS if record.get(name)), None)
+    request = next((request_of(record[name], skipped) for name in REQUESTS if record.get(name)), None)
     response = next((body_of(record[name]) for name in RESPONSES if name in record), None)
     first = request[0] if isinstance(request, list) and request else request
     if not isinstance(response, dict) and not isinstance(first, dict | list):
@@ -146,7 +151,7 @@ def request_and_response(record: Value, skipped: list[str]) -> list[Found] | Non
     if isinstance(response, list) and "status" in record and all(isinstance(part, str) for part in response):
         response = "".join(response)  # Replicate has the pieces of a stream.
     parts = objects_in(response if isinstance(response, list) else [response])
-    is_body = any(answers.BODY & part.keys() or answers.deltas_of(part) is not None for part in parts)
+    is_body = any(OF_BODIES & part.keys() or answers.deltas_of(part) is not None for part in parts)
     is_call = isinstance(request, dict) and prompt_of(request) is None  # Of a tool, with its arguments
     if not is_body and (OF_PROGRAMS & record.keys() or (is_call and prompt_of(record) is None)):
         skipped.append(NOT_A_MODEL)
@@ -270,7 +275,8 @@ def columns(names: Iterable[str]) -> Reader:
 def _thoughts(record: Value, name: str) -> Any:
     """Return the reasoning, a text or a list, before the output in a field; [] without one."""
     own = [f"{name.rpartition('_')[0]}_{thought}" for thought in THOUGHTS]
-    return next((record[key] for key in (*own, *THOUGHTS) if isinstance(record.get(key), str | list)), [])
+    values = (record.get(key) for key in (*own, *THOUGHTS))
+    return next((value for value in values if isinstance(value, str | list) and value not in EFFORTS), [])
 
 
 def _is_extracted(record: Value, name: str) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from drafter_service.ingest import chats
-from drafter_service.ingest.answers import BROKEN_STREAM, Found, Streamed, deltas_of, either, exchange
+from drafter_service.ingest.answers import WHOLE, Found, Streamed, deltas_of, either, exchange
+from drafter_service.ingest.bodies import BROKEN_STREAM
 from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Message, messages_of, reply_to, words
 
 Event = Mapping[str, Any]
@@ -94,7 +95,7 @@ class Stream:
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answers that it completes."""
         self.is_finished = self._streamed.add(record.value)
-        self.is_broken &= record.value.get("type") != "response.completed"  # It repeats all chunks.
+        self.is_broken &= record.value.get("type") not in WHOLE
         if self.is_finished:
             yield from self.finish()
 
@@ -120,7 +121,7 @@ class GeminiStream(Stream):
     @staticmethod
     def key_of(value: Event) -> Hashable | None:
         """Return the id of the response that a chunk of Gemini is from, "" without one; None for whole responses."""
-        if deltas_of(value) is None:
+        if deltas_of(value) is None or not isinstance(value["candidates"], list):
             return None
         if known := either(value, "responseId"):
             return str(known)

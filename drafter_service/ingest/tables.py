@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import io
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -75,18 +73,10 @@ def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
             reading.faults.record(BAD_ROW if len(row) > len(header) else NOT_UTF8, place)
         elif row:
             cells = {
-                name: float(cell) if is_output and NUMBER.fullmatch(cell) else _cell(cell) if cell else None
+                name: float(cell) if is_output and NUMBER.fullmatch(cell) else parsed(cell) if cell else None
                 for name, is_output, cell in zip(header, outputs, row, strict=False)
             }
             yield Record(cells, place)
-
-
-def _cell(text: str) -> object:
-    """Return what a cell contains: JSON, a list of objects or an object as Python writes it, or a text."""
-    if text.startswith(("{'", "[{'")):
-        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            return ast.literal_eval(text)
-    return parsed(text)
 
 
 def _delimiter(head: bytes) -> str:
@@ -159,6 +149,15 @@ def _values(name: str, column: Any) -> list[Any]:
     types, kind = _pyarrow("types"), column.type
     is_list = name in IDS and (types.is_list(kind) or types.is_large_list(kind))
     if not is_list or not types.is_integer(kind.value_type) or column.values.null_count:
-        return [value if name in FIELDS else parsed(value) for value in column.to_pylist()]
+        values = column.to_pylist()
+        values = [_without_nulls(value) for value in values] if types.is_nested(kind) else values
+        return [value if name in FIELDS else parsed(value) for value in values]
     values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
     return [values[first:end] for first, end in pairwise(offsets)]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the null fields of its objects: a column has the fields of all objects in each."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -246,6 +246,14 @@ def test_json_in_columns_is_decoded(tmp_path, kind):
     assert outputs_in(tmp_path / f"a.{kind}") == (["b", '{"c": 1}', "d"], {})
 
 
+def test_fields_that_only_other_objects_of_a_column_have_are_left_out(tmp_path):
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": "x"})]
+    table = pa.Table.from_pylist([{"messages": [{"role": "assistant", "tool_calls": calls}]}])
+    pq.write_table(table, tmp_path / "a.parquet")
+    expected = '{"name": "f", "arguments": {"a": 1}}\n\n{"name": "f", "arguments": {"b": "x"}}'
+    assert outputs_in(tmp_path / "a.parquet") == ([expected], {})
+
+
 @pytest.mark.parametrize("dtype", [np.uint16, np.int64, ">u4"])
 def test_rows_of_an_array_are_documents_and_others_are_split(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(token_files, "PIECE_TOKENS", 400)

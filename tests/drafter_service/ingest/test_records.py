@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.ingest.answers import BAD_IDS, BINARY, BROKEN_STREAM, NOT_A_MESSAGE, PRINTED_OBJECT, UNTRAINED
+from drafter_service.ingest.answers import BAD_IDS, BINARY, NOT_A_MESSAGE, PRINTED_OBJECT, UNTRAINED
+from drafter_service.ingest.bodies import BROKEN_BODY, BROKEN_STREAM
 from drafter_service.ingest.chats import (
     BROKEN_CALL,
     CALL_PIECE,
@@ -30,6 +31,7 @@ from drafter_service.ingest.chats import (
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.formats import (
     ANY_FIELD,
+    FAILED_REQUEST,
     FIELDS,
     FORMATS,
     HINT,
@@ -38,6 +40,7 @@ from drafter_service.ingest.formats import (
     NO_OUTPUT,
     NOT_A_RECORD,
     OF_A_TEST,
+    REPEATED,
     read_records,
 )
 from drafter_service.ingest.readers import NO_RESPONSE, NOT_A_MODEL, REJECTED, SCORES, SHORTER
@@ -60,6 +63,10 @@ CALLED = '{"name": "look", "arguments": {"at": "it"}}'
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "seen"}
 BROKEN = {"role": "assistant", "content": "Well.", "tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]}
+PIECES = [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "text", "text": "I "}, {"type": "text", "text": "look."},
+          {"type": "tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]  # fmt: skip
+WRITTEN = f"Hm.\n\nI look.\n\n{CALLED}"
+"""What the content of a message of Anthropic's API is read as."""
 CHUNK = {"id": "c", "object": "chat.completion.chunk"}
 VERCEL = [
     {"type": "tool-look", "toolCallId": "1", "state": "output-available", "input": {"at": "it"}, "output": {"x": 1}},
@@ -130,9 +137,58 @@ def codex(**payload):
     return {"timestamp": "2026-01-01T00:00:00Z", "type": "response_item", "payload": payload}
 
 
+LOOK, AT_IT = {"name": "look", "arguments": '{"at": "it"}'}, ({"arguments": '{"at": '}, {"arguments": '"it"}'})
+CALLS_IN_PIECES = [
+    [({"index": 0, "id": "1"}, LOOK), ({"index": 0, "id": "2"}, LOOK)],
+    [({"id": "1"}, LOOK), ({"id": "2"}, LOOK)],
+    [({"index": 0}, LOOK | {"arguments": {"at": "it"}})] * 2,
+    [
+        ({"index": 0, "id": f"{number}{at}"}, piece)
+        for number in "ab"
+        for at, piece in enumerate(({"name": "look"}, *AT_IT))
+    ],
+]
+"""Pieces of two calls that have the same index."""
 ALONE, ANSWERED = [(None, "Because.")], [(["Why?"], "Because.")]
 LOOKED = [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]
 """What most cases are read as: an answer without its prompt, with it, and after a tool call."""
+EVENTS = "".join(f"data: {json.dumps(one)}\n\n" for one in deltas({"content": "Be"}, {"content": "cause."}))
+RESPONSE = json.dumps({"id": "c", "object": "chat.completion", "choices": [{"logprobs": None, "message": ANSWER}]})
+BODIES = [
+    f" {RESPONSE}\n",
+    f"\ufeff{RESPONSE}",
+    RESPONSE.replace("null", "NaN"),
+    RESPONSE.replace('"c"', '"\\ud83d"'),
+    str(json.loads(RESPONSE)),
+    json.dumps({"model": "m", "message": ANSWER, "done": True}),
+    json.dumps({"output": {"message": ANSWER}, "usage": {}}),
+    json.dumps({"status_code": 200, "body": json.loads(RESPONSE)}),
+    json.dumps({"model": "m", "choices": [{"text": "Because."}]}),
+    *(
+        before + EVENTS
+        for before in ("", "\n\n", "\ufeff", ": PROCESSING {}\n\n", "id: 1\n", ":\n\nevent: x\nretry: 3\n")
+    ),
+]
+"""Texts that are a response with `ANSWER`."""
+REQUESTS = [
+    json.dumps({"contents": [{"parts": [{"text": "Why?"}], "role": "user"}]}),
+    f" {json.dumps({'messages': [USER]})}",
+]
+WRITTEN_JSON = [
+    '{"text": "JSON of a model"}',
+    '{"question": "Where?", "choices": ["Paris", "Rome"], "answer": "Paris"}',
+    '{"question": "Where?", "choices": [{"id": "A", "text": "Paris"}]}',
+    '{"question": "Where?", "choices": [{"id": "A", "text": "Pa',
+    '{"object": "chair", "answer": "It is brown."}',
+    '{"role": "engineer", "text": "writes code"}',
+    '{"subject": "Hello", "body": "Dear reader", "text": "x"}',
+    '{"candidates": [{"name": "Ann", "content": "x"}]}',
+    '{"error": {"message": "x"}, "line": 3}',
+    '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+    "{'a': 1}",
+    "data: {name} is a placeholder",
+]
+"""Outputs that resemble bodies of an API."""
 CASES = {
     "OpenAI, streamed chunks": [
         (deltas({"role": "assistant", "content": ""}, {"content": "Be"}, {"content": "cause."}), ALONE),
@@ -140,6 +196,13 @@ CASES = {
         (deltas({"tool_calls": [{"index": 0, "id": "1", "function": {"name": "look", "arguments": ""}}]},
                 {"tool_calls": [{"index": 0, "function": {"arguments": '{"at": '}}]},
                 {"tool_calls": [{"index": 0, "function": {"arguments": '"it"}'}}]}), [(None, CALLED)]),
+        *((deltas(*({"tool_calls": [{**fields, "function": function}]} for fields, function in calls), {}), [(None, f"{CALLED}\n\n{CALLED}")])
+          for calls in CALLS_IN_PIECES),
+        (deltas({"tool_calls": [{"index": 0, "id": "1", "function": {"name": "look", "arguments": '{"at": '}}]},
+                {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "look", "arguments": '"it"}'}}]}, {}), [(None, CALLED)]),
+        (deltas({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "H"}]}]},
+                {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "m."}]}]},
+                {"content": [{"type": "text", "text": "S"}]}, {"content": "o."}), [(None, "Hm.\n\nSo.")]),
         ([{"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": end}]}
           for text, end in (("Be", None), ("cause.", "stop"))], ALONE),
         ([CHUNK | {"choices": [{"index": index, "delta": {"content": text}}]}
@@ -172,6 +235,8 @@ CASES = {
           {"contentBlockDelta": {"contentBlockIndex": 2, "delta": {"toolUse": {"input": '{"at": "it"}'}}}},
           {"messageStop": {"stopReason": "tool_use"}}], [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
         ([{"type": "response.output_text.delta", "delta": "Be"},
+          {"type": "response.incomplete", "response": {"output": [ANSWER | {"type": "message"}]}}], ALONE),
+        ([{"type": "response.output_text.delta", "delta": "Be"},
           {"type": "response.completed", "response": {"id": "r", "output": [ANSWER | {"type": "message"}]}}], ALONE),
     ],
     "Ollama": [
@@ -180,7 +245,7 @@ CASES = {
         ([{"model": "m", "prompt": "Why?", "response": "Because.", "done": True}], [("Why?", "Because.")]),
         ([{"model": "m", "message": {"content": "So.", "thinking": "Hm."}, "done": True}], [(None, "Hm.\n\nSo.")]),
         ([{"model": "m", "message": {"content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]},
-           "done": True}], [(None, CALLED)]),
+           "done": done} for done in (False, True)], [(None, f"{CALLED}\n\n{CALLED}")]),
     ],
     "llama.cpp": [
         ([{"content": "Because.", "prompt": "Why?", "stop": True, "tokens": []}], [("Why?", "Because.")]),
@@ -266,6 +331,7 @@ CASES = {
         ([{"prompt": ["p", "q"], "choices": [{"text": x, "index": i} for i, x in enumerate("tuvw")]}],
          [("p", "t"), ("p", "u"), ("q", "v"), ("q", "w")]),
         ([{"prompt": [5, 6], "choices": [{"text": "t"}]}], [([5, 6], "t")]),
+        ([{"prompt": "p", "echo": True, "choices": [{"text": "p"}, {"text": "pq"}]}], [("p", "q")]),
         ([{"prompt": [[5, 6]], "choices": [{"text": "t"}]}], [([5, 6], "t")]),
         ([{"prompt": "p", "choices": [{"text": "t", "token_ids": [1, 2], "prompt_token_ids": [3]}]}], [([3], [1, 2])]),
         ([{"prompt_token_ids": [3], "choices": [{"message": ANSWER, "token_ids": [1, 2]}]}], [([3], [1, 2])]),
@@ -289,6 +355,7 @@ CASES = {
         ([{"output": [{"type": "mcp_call", "name": "look", "arguments": '{"at": "it"}', "output": "seen"},
                       {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}]}],
          [(None, f"So.\n\n{CALLED}")]),
+        ([{"messages": [USER], "output": PIECES}], [(["Why?"], WRITTEN)]),
         ([{"input": [USER, {"type": "function_call", "name": "look", "call_id": "1", "arguments": '{"at": "it"}'},
                      {"type": "function_call_output", "call_id": "1", "output": "seen"}],
            "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}]}],
@@ -338,6 +405,9 @@ CASES = {
         ([{"attributes": {"ai.operationId": "ai.generateText.doGenerate", "ai.prompt.messages": json.dumps([USER]),
                           "ai.response.text": "So.", "ai.response.toolCalls": '[{"toolName": "look", "input": {"at": "it"}}]'}}],
          [(["Why?"], f"So.\n\n{CALLED}")]),
+        ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS, PARTS])}], ANSWERED * 2),
+        ([{"attributes": {"gen_ai.completion.0.role": "assistant", "gen_ai.completion.0.content": "a",
+                          "gen_ai.completion.1.role": "assistant", "gen_ai.completion.1.content": "b"}}], [(None, "a"), (None, "b")]),
         ([{"attributes": {"llm.request.type": "chat", "gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "Why?",
                           "gen_ai.completion.0.role": "assistant", "gen_ai.completion.0.content": "Because."}}], ANSWERED),
     ],
@@ -419,6 +489,10 @@ CASES = {
          [(["Be short.", "Why?", CALLED, "seen", "So?"], "Because.")]),
         ([{"messages": json.dumps([USER]), "call_type": "completion", "response": json.dumps({"choices": CHOICES})}], ANSWERED),
         ([{"request": {"messages": [USER]}, "response": deltas({"content": "Be"}, {"content": "cause."})}], ANSWERED),
+        *(([{"request": json.dumps({"messages": [USER]}), "response": body}], ANSWERED) for body in BODIES),
+        *(([{"request": body, "response": "Because."}], ANSWERED) for body in REQUESTS),
+        ([{"request": {"messages": [USER]}, "response": PIECES}], [(["Why?"], WRITTEN)]),
+        ([{"request": {"messages": [USER]}, "response": json.dumps(PIECES)}], [(["Why?"], WRITTEN)]),
         ([{"request": {"messages": [USER]}, "response": "".join(f"data: {json.dumps(one)}\n\n" for one in deltas(
             {"content": "Be"}, {"content": "cause."})) + "data: [DONE]\n\n"}], ANSWERED),
         ([{"request": {"model": "m"}, "response": [{"contentBlockDelta": {"delta": {"text": text}}} for text in ("Be", "cause.")]}],
@@ -513,7 +587,9 @@ CASES = {
         ([{"type": "chat", "session_id": "s", "prompt": "p", "response": "r"}], [("p", "r")]),
         ([{"source": "x", "observation": "o", "prompt": "p", "response": "r"}], [("p", "r")]),
         ([{"messages": [USER, ANSWER], "generations": ["a", "b"]}], [(["Why?"], "a"), (["Why?"], "b")]),
-        ([{"prompt": "p", "response": '{"text": "JSON of a model"}'}], [("p", '{"text": "JSON of a model"}')]),
+        *(([{"prompt": "p", "response": text}], [("p", text)]) for text in WRITTEN_JSON),
+        ([{"prompt": "p", "completion": PIECES}], [("p", WRITTEN)]),
+        ([{"prompt": "p", "completion": "c", "reasoning": "high"}], [("p", "c")]),
         ([{"prompt": "p", "completion": "good", "label": True}, {"prompt": "p", "completion": "bad", "label": False}], [("p", "good")]),
         ([{"question": "q", "response": "", "answer": "gold"}], []),
         ([{"question": "q", "prediction": "written", "reference": "a longer reference"}], [("q", "written")]),
@@ -666,12 +742,27 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({}, NO_FORMAT),
         ([{"role": ["user"], "type": ["tool_use"], "content": [{"type": {"a": 1}}]}], NO_FORMAT),
         ({"messages": [USER]}, NO_ANSWER),
+        ({"candidates": True, "message": {"role": "user"}, "done": True}, NO_OUTPUT),
         (USER, NO_ANSWER),
         (claude("user", "Why?"), NO_ANSWER),
         ({"type": "response.output_text.delta", "delta": "a"}, NO_ANSWER),
         ({"custom_id": "1", "response": None, "error": {"code": "x"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "response": None, "status": "failure"}, NO_OUTPUT),
         ({"request": {"messages": [USER, ANSWER, USER]}, "response": {"error": "x"}}, NO_OUTPUT),
+        ({"request": {"messages": [USER]}, "response": '{"error": {"message": "Rate limit", "type": "tokens"}}'}, NO_OUTPUT),
+        ({"request": {"messages": [USER]}, "response": "Server Error", "status": 500}, FAILED_REQUEST),
+        ({"prompt": "p", "completion": "Too many requests", "status_code": "429"}, FAILED_REQUEST),
+        ({"request": {"messages": [USER]}, "response": {"status": 503, "text": "Unavailable"}}, FAILED_REQUEST),
+        ({"request": {"messages": [USER]}, "response": RESPONSE[:-9]}, BROKEN_BODY),
+        ({"request": {"messages": [USER]}, "response": {"body": RESPONSE[:-9]}}, BROKEN_BODY),
+        ({"request": {"messages": [USER]}, "response": str(json.loads(RESPONSE))[:-9]}, BROKEN_BODY),
+        ({"prompt": "p", "completion": f"{RESPONSE[:60]}... [truncated]"}, BROKEN_BODY),
+        *(({"prompt": "p", "response": body[:-1]}, BROKEN_BODY) for body in (
+            json.dumps({"type": "message", "role": "assistant", "content": []}), json.dumps({"candidates": [{"content": {"parts": []}}]}),
+            json.dumps({"model": "m", "message": ANSWER}), '{"error": {"message": "Rate limit"}}')),
+        ({"gen_ai.input.messages": "[]", "gen_ai.output.messages": json.dumps([PARTS])[:-9]}, BROKEN_BODY),
+        ({"request": {"messages": [USER]}, "response": 'event: message_start\ndata: {"type": "message_start", "mess'}, BROKEN_STREAM),
+        ({"text": "Be", "meta_info": {"id": "1", "finish_reason": None}}, REPEATED),
         ({"prompt": "p", "response": {"stdout": "a b", "gpt_score": "1"}}, NO_OUTPUT),
         ({"prompt": "p", "result": {"1": "passed"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
@@ -814,6 +905,7 @@ def test_a_field_that_is_empty_in_the_first_records_is_suggested():
         {"modalities": {"input": ["text"], "output": ["text"]}},
         {"cells": [{"outputs": [{"name": "stdout", "text": ["x"]}]}]},
         {"type": "mode", "answer_html": "a b"},
+        {"chunk": {"object": "text_completion", "choices": [{"text": "Be", "finish_reason": None}]}},
         {"sessionId": "s", "note": "a b"},
         {"sessionId": "s", "prompt": "p"},
     ],
@@ -903,6 +995,13 @@ def test_a_call_of_gemini_in_pieces_costs_only_itself():
               for part, end in zip(parts, ends, strict=True)]  # fmt: skip
     assert outputs(*chunks) == [(None, CALLED)]
     assert skipped(*chunks) == [CALL_PIECE, CALL_PIECE]
+
+
+def test_a_broken_request_costs_only_the_prompt():
+    cut = json.dumps({"model": "m", "messages": [USER]})[:-9]
+    record = {"request": cut, "response": {"choices": CHOICES}}
+    assert outputs(record, {"input": cut, "output": "So."}) == [(None, "Because."), (None, "So.")]
+    assert skipped(record) == [BROKEN_BODY]
 
 
 def test_a_broken_call_costs_only_itself():
