@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.models.loader import check_draft_model, load_draft_model, load_model
 from ssd.errors import UserError
@@ -17,9 +18,14 @@ from tests.engine.damage import config, cut, removed, set_to, tensor, written
 from tests.engine.models.test_families import DEEPSEEK
 
 
+def copy_head(folder, change=lambda embedding: embedding):
+    """Store the embedding as the output projection, too."""
+    tensor("lm_head.weight", change(load_file(folder / "model.safetensors")["model.embed_tokens.weight"]))(folder)
+
+
 def test_a_copy_of_the_tied_head_is_accepted_and_end_tokens_of_the_generation_config_are_added(tmp_path, model_folder):
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    tensor("lm_head.weight", torch.ones(VOCAB, 64))(folder)
+    copy_head(folder)
     written("generation_config.json", '{"eos_token_id": [7, 0]}')(folder)
     loaded = load_model(str(folder)).config
     assert (loaded.tie_embeddings, loaded.eos_token_ids) == (True, (0, 7))
@@ -73,6 +79,9 @@ DAMAGES = [
     (config(num_hidden_layers=1), "has the tensor model.layers.1"),
     (config(num_hidden_layers=3), "lacks model.layers.2.input_layernorm.weight and 8 more"),
     (tensor(V_PROJ, torch.zeros(64)), f"has the tensor {V_PROJ}"),
+    (lambda folder: copy_head(folder, set_to(5, 1.0)), "lm_head.weight differs from .* set it to false there"),
+    (lambda folder: copy_head(folder, lambda embedding: embedding[1:]), r"lm_head.weight in .* has shape \(299, 64\)"),
+    (tensor("lm_head.bias", torch.zeros(VOCAB)), "has the tensor lm_head.bias"),
     (tensor(K_PROJ, set_to(5, float("nan"))), "k_proj.weight in .* not finite as float32"),
     (tensor(K_PROJ, set_to(5, float("-inf"))), "k_proj.weight in .* not finite as float32"),
     (
