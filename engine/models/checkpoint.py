@@ -284,21 +284,21 @@ def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files: those listed in the index, the single file without an index, or a GGUF file itself.
+    """Return the weight files: the single file, those listed in the index if there is none, or a GGUF file itself.
 
     Raises UserError.
     """
     if is_gguf(folder):
         return [folder]
-    index_path = folder / INDEX_FILE
+    single, index_path = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    # As in transformers, whose `save_pretrained` writes a single file and leaves the index of an earlier model.
+    if single.exists():
+        return [single]
     if not index_path.exists():
-        path = folder / WEIGHTS_FILE
-        if not path.exists():
-            raise UserError(
-                f"{folder} has no {WEIGHTS_FILE}; only safetensors weights are read, "
-                "which transformers writes with save_pretrained"
-            )
-        return [path]
+        raise UserError(
+            f"{folder} has no {WEIGHTS_FILE}; only safetensors weights are read, "
+            "which transformers writes with save_pretrained"
+        )
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{index_path} has no weight_map; download or copy it again")

@@ -34,6 +34,7 @@ def test_a_copy_of_the_tied_head_is_accepted_and_end_tokens_of_the_generation_co
 DEEPSEEK_V3 = {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "routed_scaling_factor": 1.0}
 
 V_PROJ, K_PROJ = "model.layers.0.self_attn.v_proj.bias", "model.layers.1.self_attn.k_proj.weight"
+INDEX = "model.safetensors.index.json"
 GENERATION = '{"eos_token_id": "</s>"}'
 DAMAGES = [
     (shutil.rmtree, "no model folder"),
@@ -52,7 +53,7 @@ DAMAGES = [
     (config(eos_token_id=[1, -1]), "end token -1"),
     (config(eos_token_id="</s>"), "invalid field: .*</s>"),
     (written("generation_config.json", GENERATION), "generation_config.json .*</s>"),
-    (written("model.safetensors.index.json", '{"weight_map": null}'), "no weight_map"),
+    (lambda folder: (folder / "model.safetensors").rename(folder / INDEX).write_text("{}"), "no weight_map"),
     (config(rope_parameters=[1]), "rope_parameters"),
     (config(rope_parameters={"rope_type": "longrope"}), "'longrope', which this engine does not support"),
     (config(rope_parameters={"rope_type": "llama3"}), "lacks the field 'low_freq_factor'"),
@@ -111,6 +112,14 @@ def test_a_model_too_large_for_the_memory_is_refused(model_folder, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "load_state_dict", refuse)
     with pytest.raises(UserError, match="do not fit into the memory of 'cpu'; load the model as bfloat16"):
         load_model(model_folder)
+
+
+def test_a_single_file_takes_precedence_over_shards(tmp_path, model_folder, model):
+    """As in transformers; the index of an earlier model may be left."""
+    make_folder(tmp_path, seed=1, max_shard_size="50KB")
+    assert (tmp_path / INDEX).exists()
+    shutil.copy(model_folder / "model.safetensors", tmp_path)
+    assert torch.equal(load_model(tmp_path).embedding.weight, model.embedding.weight)
 
 
 def test_a_missing_shard_is_named(tmp_path):
