@@ -133,9 +133,7 @@ def launch(
     # Attached last: what was built before runs the model without adapters.
     adapters = check_adapters(options.loras, model.config)
     pool = AdapterPool(model, adapters) if adapters else None
-    recommended = load_generation_defaults(options.folder).sampling
-    # Requests with a penalty run in the eager executor, so no graph is captured for them.
-    common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}
+    common: dict[str, Any] = {**load_generation_defaults(options.folder).sampling}
     return build_engine(
         model, config, drafter, tokenizer.decode,
         has_budget=may_draft and not verifies_all, attention=options.attention,

@@ -119,10 +119,12 @@ class AutoregressiveDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
-        plan = result.plan
-        computed = plan.table.state[plan.all_rows, COMPUTED]
-        # While nothing is drafted, missing slots are written together later.
-        self._writer.observe(plan, computed, result.hidden, result.hidden_offsets, fills_pages=self._has_drafted)
+        # Where a head shares the target's slots, a sequence may have ended while its step was in flight.
+        if not self.head.shares_target_cache:
+            plan = result.plan
+            computed = plan.table.state[plan.all_rows, COMPUTED]
+            # While nothing is drafted, missing slots are written together later.
+            self._writer.observe(plan, computed, result.hidden, result.hidden_offsets, fills_pages=self._has_drafted)
         self._has_drafted = False
         for reached, accepted in zip(result.teach(self._table).tolist(), result.accepted.tolist(), strict=True):
             self._draft_depth.record_acceptance(reached, accepted)
@@ -150,13 +152,15 @@ class AutoregressiveDrafter(Drafter):
     def _can_draft(self, plan: StepPlan, index: int) -> bool:
         """Whether the slots before the last token can be written: the target has computed all other tokens."""
         sequence = plan.producing[index]
-        slots = self._writer.of(sequence)
         # A draft is at most as deep as it has tokens.
         depth = min(self._depth, int(plan.rooms[index]))
         has_room = depth > 0 and len(sequence) + depth <= self.head.config.max_positions
-        if not has_room or slots is None or slots.preemptions != sequence.preemptions:
+        if not has_room or plan.computed[index] != len(sequence) - 1:
             return False
-        return bool(slots.computed == plan.computed[index] == len(sequence) - 1)
+        if self.head.shares_target_cache:
+            return True
+        slots = self._writer.of(sequence)
+        return slots is not None and (slots.preemptions, slots.computed) == (sequence.preemptions, len(sequence) - 1)
 
     def _can_compile(self, sequences: SequenceOf[Sequence]) -> bool:
         samplings = (sequence.request.sampling for sequence in sequences)

@@ -88,9 +88,7 @@ class SlotWriter:
         """Run all committed tokens whose slots are not written yet; return the output after each sequence's last."""
         spans = []
         for sequence in sequences:
-            slots = self._slots[sequence.sequence_id]
-            if self._head.shares_target_cache:
-                slots.filled = len(sequence) - 1
+            slots = self.current(sequence)
             slots.keep_drafted(sequence.tokens)
             spans.append(RunSpan(sequence, slots, len(sequence)))
         lasts = np.cumsum([span.end - span.slots.filled for span in spans]) - 1
@@ -122,7 +120,7 @@ class SlotWriter:
             slots = self._at(sequence, before)
             slots.computed = after
             end = min(after, len(sequence) - 1)
-            if fills_pages and not self._head.shares_target_cache and end // size > slots.filled // size:
+            if fills_pages and end // size > slots.filled // size:
                 slots.keep_drafted(sequence.tokens)
                 full.append(RunSpan(sequence, slots, max(slots.filled, end)))
             self._mark_pages(sequence, slots)

@@ -49,7 +49,7 @@ class Executors(NamedTuple):
     """Runs every step that `graph` does not run."""
     pages: PagePool
     graph: GraphExecutor | None = None
-    """Runs steps in which no request needs the host."""
+    """Runs all steps, or, if the device makes drafts, those in which no request needs the host."""
     curve: StepCurve | None = None
     """Durations of steps whose drafts the host makes, if they were measured."""
     plain_curve: StepCurve | None = None

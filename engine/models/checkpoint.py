@@ -5,7 +5,6 @@ Names, shapes and dtypes are checked in the headers of all files before the firs
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,17 +115,22 @@ class TensorsInMemory:
         return self._tensors[name][index]
 
 
-def _unpickled(path: Path) -> TensorsInMemory:
-    """Return the tensors of a file that `torch.save` wrote. Only tensors are unpickled, so it cannot run code.
+def unpickle(path: Path, advice: str, *, mmap: bool = False) -> Any:
+    """Return what `torch.save` wrote to a file: tensors and plain values only, so that reading it cannot run code.
 
-    Raises UserError for a damaged file, or for one that contains more than tensors.
+    advice: what to do about a damaged file, for which this raises UserError.
     """
     try:
-        # Files in the format of PyTorch before 1.6 are no archives, and cannot be mapped.
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, OSError) as problem:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as problem:  # damaged bytes may raise any, such as AssertionError and UnicodeDecodeError
         reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-        raise UserError(f"{path} cannot be read ({reason}); download or copy it again") from None
+        raise UserError(f"{path} cannot be read ({reason}); {advice}") from None
+
+
+def _unpickled(path: Path) -> TensorsInMemory:
+    """Return the tensors of a file that `torch.save` wrote. Raises UserError if it contains more than tensors."""
+    # Files in the format of PyTorch before 1.6 are no archives, and cannot be mapped.
+    loaded = unpickle(path, "download or copy it again", mmap=zipfile.is_zipfile(path))
     if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
         raise UserError(f"{path} is not a dictionary of tensors; give the weights of one model")
     return TensorsInMemory(path, loaded)
@@ -284,21 +288,21 @@ def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files: those listed in the index, the single file without an index, or a GGUF file itself.
+    """Return the weight files: the single file, those listed in the index if there is none, or a GGUF file itself.
 
     Raises UserError.
     """
     if is_gguf(folder):
         return [folder]
-    index_path = folder / INDEX_FILE
+    single, index_path = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    # As in transformers, whose `save_pretrained` writes a single file and leaves the index of an earlier model.
+    if single.exists():
+        return [single]
     if not index_path.exists():
-        path = folder / WEIGHTS_FILE
-        if not path.exists():
-            raise UserError(
-                f"{folder} has no {WEIGHTS_FILE}; only safetensors weights are read, "
-                "which transformers writes with save_pretrained"
-            )
-        return [path]
+        raise UserError(
+            f"{folder} has no {WEIGHTS_FILE}; only safetensors weights are read, "
+            "which transformers writes with save_pretrained"
+        )
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{index_path} has no weight_map; download or copy it again")

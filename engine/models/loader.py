@@ -15,14 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from drafter_service.client.gguf import is_gguf
 from drafter_service.client.tokenizer import TOKENIZER_FILE
-from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, part_views
+from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, is_finite, part_views
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import checkpoint_parts, mtp_tensors
 from engine.models.folders import GENERATION_FILE, load_generation_defaults, read_json
 from engine.models.gguf_model import config_fields
 from engine.models.hf_config import config_from_hf
-from engine.models.quantization import Quantization, read_quantization
+from engine.models.quantization import Quantization, read_quantization, weight_name
 from engine.models.tokenizer import Tokenizer
 from ssd.errors import UserError
 
@@ -32,6 +32,8 @@ Shape = tuple[int, ...]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a model can run in, independent of the dtype of the stored weights."""
+VOCABULARY = EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the embedding and the output projection in checkpoints."""
 
 
 def load_model(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
@@ -61,7 +63,7 @@ def load_weights(
     """
     checkpoint = model_checkpoint(folder)
     whole = shapes(checkpoint_views(on_meta_device(lambda: Decoder(config))))
-    checkpoint.check(whole, is_redundant=is_redundant_in(folder, config))
+    check_checkpoint(checkpoint, whole, config, mtp_tensors(read_fields(folder)))
     decoder = on_meta_device(make).to(dtype)
     parts = shapes(checkpoint_views(decoder))
     index = None if part is None else lambda name: part(name, whole[name], parts[name])
@@ -91,10 +93,26 @@ def load_quantization(folder: Path) -> Quantization | None:
     return read_quantization(read_fields(folder))
 
 
-def is_redundant_in(folder: Path, config: ModelConfig) -> Callable[[str], bool]:
-    """Return whether the files in `folder` may have a tensor of a name that the decoder does not read."""
-    is_mtp = mtp_tensors(read_fields(folder))
-    return lambda name: is_mtp(name) or (name.startswith("lm_head.") and config.tie_embeddings)
+def check_checkpoint(
+    checkpoint: Checkpoint, whole: Mapping[str, Shape], config: ModelConfig, is_mtp: Callable[[str], bool]
+) -> None:
+    """Raise UserError unless a checkpoint has the weights of a model.
+
+    whole: shapes of the decoder's tensors. is_mtp: whether a name is that of a tensor of MTP layers, which are not
+    read. A decoder that projects with its embedding accepts a copy of it as the output projection, but no other one:
+    transformers uses such a projection in spite of `tie_word_embeddings`.
+    """
+    has_head = config.tie_embeddings and any(weight_name(name) == HEAD for name in checkpoint.names())
+    checkpoint.check({**whole, HEAD: whole[EMBEDDING]} if has_head else whole, is_redundant=is_mtp)
+    if not has_head:
+        return
+    embedding, head = (checkpoint.read(name) for name in VOCABULARY)
+    # Callers refuse values that are not finite, which equal nothing.
+    if is_finite(embedding) and not (embedding == head.to(embedding.device)).all():
+        raise UserError(
+            f"{HEAD} differs from {EMBEDDING}, but tie_word_embeddings in {CONFIG_FILE} says that they are equal; "
+            "set it to false there"
+        )
 
 
 def on_meta_device(make: Callable[[], M]) -> M:

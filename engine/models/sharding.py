@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import (
+    VOCABULARY,
     Shape,
     allocate,
     checkpoint_views,
@@ -30,8 +31,6 @@ from engine.models.loader import (
 )
 from ssd.errors import UserError
 
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-"""Tensors that are divided by tokens of the vocabulary. The parts may differ by one token."""
 SUMMED = ("attention.o_proj", "feed_forward")
 """Modules of a layer whose outputs are summed over ranks."""
 OUTPUT_BIASES = ("attention.o_proj.bias", "feed_forward.down_proj.bias")
@@ -95,7 +94,7 @@ def part_slices(name: str, whole: Shape, part: Shape, shard: Shard) -> tuple[sli
     Dimensions of the same size are not divided. In the others, parts follow one another in the order of ranks; if the
     tensor has fewer parts than there are ranks, as with key heads, several successive ranks have the same one.
     """
-    if name in VOCABULARY:
+    if name in VOCABULARY:  # The parts may differ by one token.
         tokens = shard.tokens(whole[0])
         return slice(tokens.start, tokens.stop), slice(0, whole[1])
     starts = [total * shard.rank // shard.count // size * size for total, size in zip(whole, part, strict=True)]

@@ -17,7 +17,7 @@ from engine.models.checkpoint import Checkpoint, TensorsInMemory, is_finite
 from engine.models.decoder import Decoder
 from engine.models.experts import LinearPerExpert
 from engine.models.families import checkpoint_parts, mtp_layers, mtp_tensors
-from engine.models.loader import checkpoint_views, on_meta_device, shapes
+from engine.models.loader import check_checkpoint, checkpoint_views, on_meta_device, shapes
 from engine.models.lora.pool import LoraLinear
 from engine.models.packed import Int8Linear, PackedLinear
 from engine.models.sharding import ShardedDecoder
@@ -30,9 +30,9 @@ Source = Mapping[str, Tensor] | Path | str
 def check_weights(decoder: Decoder, source: Source) -> Checkpoint:
     """Return the weights of `source` if a decoder can take them; nothing is overwritten.
 
-    Tensors of MTP layers, and the output projection of a model that has none of its own, are not read. Raises UserError
-    for a missing or damaged file, for names, shapes or dtypes that are not those of the decoder, for values that are
-    not finite in the dtype that it runs in, and for a decoder whose weights cannot be overwritten.
+    Tensors of MTP layers are not read; see `check_checkpoint` for the output projection. Raises UserError for a missing
+    or damaged file, for names, shapes or dtypes that are not those of the decoder, for values that are not finite in
+    the dtype that it runs in, and for a decoder whose weights cannot be overwritten.
     """
     _refuse_fixed(decoder)
     weights = _opened(source)
@@ -40,10 +40,7 @@ def check_weights(decoder: Decoder, source: Source) -> Checkpoint:
     views = checkpoint_views(plain)
     names = weights.names()
     is_mtp = mtp_tensors({"num_hidden_layers": config.num_layers, "num_nextn_predict_layers": len(mtp_layers(names))})
-    weights.check(
-        shapes(views),
-        is_redundant=lambda name: is_mtp(name) or (name.startswith("lm_head.") and config.tie_embeddings),
-    )
+    check_checkpoint(weights, shapes(views), config, is_mtp)
     for name, view in views.items():
         if not is_finite(weights.read(name).to(view.dtype)):
             raise UserError(

@@ -194,7 +194,7 @@ class Scheduler:
 
     @property
     def needs_host(self) -> bool:
-        """Whether a running sequence needs the eager executor."""
+        """Whether a running sequence needs the host."""
         return bool((self.table.state[self._running_rows(), KIND] & NEEDS_HOST).any())
 
     @property

@@ -9,6 +9,7 @@ bfloat16, which processors without instructions for it do 25 times more slowly t
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.models.checkpoint import unpickle
 from engine.models.decoder import Decoder
 from engine.training.kinds import Recipe, new_objective
 from engine.training.objectives import Objective, read_windows
@@ -126,12 +128,12 @@ def resume(recipe: Recipe, target: Decoder, text: np.ndarray, work: Path) -> Run
     """Return the run with the checkpoint in `work`, or a new one.
 
     text: windows in a random order, uint32 [W, T]. Raises ValueError if the checkpoint was made with another recipe,
-    text or target.
+    text or target, and UserError if it is damaged.
     """
     run = start(recipe, target, text)
     path = work / CHECKPOINT_FILE
     if path.exists():
-        state = torch.load(path, weights_only=True)
+        state = unpickle(path, "delete it to train from the beginning")
         if state["recipe"] != asdict(recipe) or state["fingerprint"] != run.fingerprint:
             raise ValueError(f"{path} was made with another recipe, text or target; give another --work folder")
         run.module.load_state_dict(state["module"])
@@ -160,7 +162,7 @@ def train(run: Run, work: Path, *, until: int, progress: Callable[[Run], None]) 
 
 
 def save(run: Run, work: Path) -> None:
-    """Write the checkpoint atomically."""
+    """Write the checkpoint. After a crash of the process or the machine, this one or the previous one is complete."""
     state = {
         "recipe": asdict(run.recipe),
         "fingerprint": run.fingerprint,
@@ -171,7 +173,10 @@ def save(run: Run, work: Path) -> None:
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
     }
     partial = work / (CHECKPOINT_FILE + ".partial")
-    torch.save(state, partial)
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(work / CHECKPOINT_FILE)
 
 

@@ -32,8 +32,8 @@ H = TypeVar("H", bound=nn.Module)
 Views = dict[str, Tensor]
 """Writable views of a module's weights by their names in a checkpoint."""
 
-SINGLE_FILES = (WEIGHTS_FILE, "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
-"""Weight files that heads are published in, in order of preference."""
+FILES = (WEIGHTS_FILE, INDEX_FILE, "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""Weight files that heads are published in, or their index, in order of preference."""
 
 
 class HeadFolder:
@@ -167,9 +167,7 @@ def _architecture(fields: Mapping[str, Any]) -> str:
 
 
 def _head_files(folder: Path) -> list[Path]:
-    if (folder / INDEX_FILE).exists():
-        return weight_files(folder)
-    for name in SINGLE_FILES:
+    for name in FILES:
         if (folder / name).exists():
-            return [folder / name]
-    raise UserError(f"{folder} has no weights; a draft head has one of {', '.join((INDEX_FILE, *SINGLE_FILES))}")
+            return weight_files(folder) if name == INDEX_FILE else [folder / name]
+    raise UserError(f"{folder} has no weights; a draft head has one of {', '.join(FILES)}")

@@ -15,7 +15,7 @@ from engine.scheduling.request import Request, SamplingParams
 from tests.engine.drafters.kinds import config_of
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=4, kv_memory_mib=1)
-STATELESS = ("none", "recycle", "self-int8")
+STATELESS = ("none", "recycle")
 COMBINED = ("ssd+lookahead", "ngram+medusa", "ssd+mtp")
 
 

@@ -70,6 +70,22 @@ def test_slots_and_states_survive_preemption(model, plain, monkeypatch, kind):
     assert largest_difference(recorder, drafter, model) < TOLERANCE
 
 
+def test_a_copy_of_the_target_drafts_after_sequences_ended_in_flight(model, plain):
+    """Steps without drafts are launched before the host knows that a request has ended or is cancelled."""
+    config = replace(CONFIG, in_flight=1)
+    engine = build_engine(model, config, new_drafter("self", model, config))
+    undrafted = [replace(each, max_draft=0) for each in requests(0.0, is_plain=True)]
+    stopped = [replace(each, sampling=SamplingParams(24, stop_token_ids=tuple(range(0, 300, 5)))) for each in undrafted]
+    assert sum(len(each.tokens) for each in engine.generate(stopped)) < 8 * 24
+    engine.generate(
+        undrafted, observe=lambda _: [engine.cancel(each.sequence_id) for each in engine.scheduler.running[:1]]
+    )
+    assert engine.drafter_failures.count == 0
+    completions = engine.generate(requests(0.8))
+    assert tokens_of(completions) == plain(0.8)
+    assert sum(each.accepted for each in completions) > 0
+
+
 @pytest.mark.parametrize(
     ("kind", "shape"), [("mtp", "path"), ("mtp", "tree"), ("draft-model", "path"), ("medusa", "path")]
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.models.loader import check_draft_model, load_draft_model, load_model
 from ssd.errors import UserError
@@ -17,9 +18,14 @@ from tests.engine.damage import config, cut, removed, set_to, tensor, written
 from tests.engine.models.test_families import DEEPSEEK
 
 
+def copy_head(folder, change=lambda embedding: embedding):
+    """Store the embedding as the output projection, too."""
+    tensor("lm_head.weight", change(load_file(folder / "model.safetensors")["model.embed_tokens.weight"]))(folder)
+
+
 def test_a_copy_of_the_tied_head_is_accepted_and_end_tokens_of_the_generation_config_are_added(tmp_path, model_folder):
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    tensor("lm_head.weight", torch.ones(VOCAB, 64))(folder)
+    copy_head(folder)
     written("generation_config.json", '{"eos_token_id": [7, 0]}')(folder)
     loaded = load_model(str(folder)).config
     assert (loaded.tie_embeddings, loaded.eos_token_ids) == (True, (0, 7))
@@ -28,6 +34,7 @@ def test_a_copy_of_the_tied_head_is_accepted_and_end_tokens_of_the_generation_co
 DEEPSEEK_V3 = {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "routed_scaling_factor": 1.0}
 
 V_PROJ, K_PROJ = "model.layers.0.self_attn.v_proj.bias", "model.layers.1.self_attn.k_proj.weight"
+INDEX = "model.safetensors.index.json"
 GENERATION = '{"eos_token_id": "</s>"}'
 DAMAGES = [
     (shutil.rmtree, "no model folder"),
@@ -46,7 +53,7 @@ DAMAGES = [
     (config(eos_token_id=[1, -1]), "end token -1"),
     (config(eos_token_id="</s>"), "invalid field: .*</s>"),
     (written("generation_config.json", GENERATION), "generation_config.json .*</s>"),
-    (written("model.safetensors.index.json", '{"weight_map": null}'), "no weight_map"),
+    (lambda folder: (folder / "model.safetensors").rename(folder / INDEX).write_text("{}"), "no weight_map"),
     (config(rope_parameters=[1]), "rope_parameters"),
     (config(rope_parameters={"rope_type": "longrope"}), "'longrope', which this engine does not support"),
     (config(rope_parameters={"rope_type": "llama3"}), "lacks the field 'low_freq_factor'"),
@@ -73,6 +80,9 @@ DAMAGES = [
     (config(num_hidden_layers=1), "has the tensor model.layers.1"),
     (config(num_hidden_layers=3), "lacks model.layers.2.input_layernorm.weight and 8 more"),
     (tensor(V_PROJ, torch.zeros(64)), f"has the tensor {V_PROJ}"),
+    (lambda folder: copy_head(folder, set_to(5, 1.0)), "lm_head.weight differs from .* set it to false there"),
+    (lambda folder: copy_head(folder, lambda embedding: embedding[1:]), r"lm_head.weight in .* has shape \(299, 64\)"),
+    (tensor("lm_head.bias", torch.zeros(VOCAB)), "has the tensor lm_head.bias"),
     (tensor(K_PROJ, set_to(5, float("nan"))), "k_proj.weight in .* not finite as float32"),
     (tensor(K_PROJ, set_to(5, float("-inf"))), "k_proj.weight in .* not finite as float32"),
     (
@@ -102,6 +112,14 @@ def test_a_model_too_large_for_the_memory_is_refused(model_folder, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "load_state_dict", refuse)
     with pytest.raises(UserError, match="do not fit into the memory of 'cpu'; load the model as bfloat16"):
         load_model(model_folder)
+
+
+def test_a_single_file_takes_precedence_over_shards(tmp_path, model_folder, model):
+    """As in transformers; the index of an earlier model may be left."""
+    make_folder(tmp_path, seed=1, max_shard_size="50KB")
+    assert (tmp_path / INDEX).exists()
+    shutil.copy(model_folder / "model.safetensors", tmp_path)
+    assert torch.equal(load_model(tmp_path).embedding.weight, model.embedding.weight)
 
 
 def test_a_missing_shard_is_named(tmp_path):

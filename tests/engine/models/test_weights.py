@@ -105,7 +105,7 @@ def test_a_state_dict_a_file_and_shards_are_equal(model_folder, weights, tmp_pat
 
 
 def test_tensors_that_the_decoder_does_not_read_are_accepted(model_folder, model, weights, tmp_path):
-    """The tied output projection, and MTP layers of all forms."""
+    """A copy of the tied output projection, and MTP layers of all forms."""
     save_head(make_head("mtp", model), tmp_path)
     tensors = weights | load_file(tmp_path / FILE)
     tensors |= {"model.layers.2.eh_proj.weight": torch.ones(1), "model.layers.2.enorm.weight": torch.ones(1)}
@@ -118,6 +118,7 @@ def test_tensors_that_the_decoder_does_not_read_are_accepted(model_folder, model
 
 
 NORM, PROJECTION = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+EMBEDDING, HEAD, NANS = "model.embed_tokens.weight", "lm_head.weight", torch.full((300, 64), torch.nan)
 UNFIT = [
     ({NORM: None}, r"the state dict lacks model.norm.weight; give all tensors"),
     ({NORM: None, PROJECTION: None}, r"lacks model.layers.1.\S+ and 1 more tensors; give all"),
@@ -126,6 +127,8 @@ UNFIT = [
     ({NORM: torch.ones(64, dtype=torch.int8)}, r"norm.weight in the state dict is stored as int8; "),
     ({NORM: np.ones(64)}, r"model.norm.weight in the state dict is a ndarray, not a tensor"),
     ({NORM: torch.full((64,), torch.nan)}, r"norm.weight has values that are not finite as float32, so the"),
+    ({EMBEDDING: NANS, HEAD: NANS}, r"embed_tokens.weight has values that are not finite as float32, so the"),
+    ({HEAD: torch.ones(300, 64)}, r"lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings"),
     ({NORM: torch.full((64,), 1e300, dtype=torch.float64)}, r"norm.weight has values that are not finite as float32"),
 ]
 

@@ -1,11 +1,14 @@
 """Training runs continue after an interruption."""
 
+import os
+
 import pytest
 import torch
 
 from engine.training.kinds import KINDS, new_objective
 from engine.training.objectives import read_windows
-from engine.training.run import resume, train
+from engine.training.run import CHECKPOINT_FILE, resume, save, train
+from ssd.errors import UserError
 from tests.engine.training.tiny import new_target, new_windows, tiny_recipe
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -32,6 +35,30 @@ def test_the_loss_falls_and_the_target_stays(kind, target, tmp_path):
     assert after.losses[0] < before.losses[0] - 0.02
     assert after.accepted.sum() > before.accepted.sum()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in target.state_dict().items())
+
+
+def test_a_checkpoint_is_on_disk_before_it_replaces_the_previous_one(kind, target, tmp_path, monkeypatch):
+    written, fsync, path = [], os.fsync, tmp_path / CHECKPOINT_FILE
+    run = resume(tiny_recipe(kind), target, new_windows(), tmp_path)
+
+    def record(descriptor):
+        fsync(descriptor)
+        written.append((path.exists(), os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", record)
+    save(run, tmp_path)
+    assert written == [(False, path.stat().st_size)]
+
+
+def test_a_damaged_checkpoint_is_named(kind, target, tmp_path):
+    save(resume(tiny_recipe(kind), target, new_windows(), tmp_path), tmp_path)
+    path = tmp_path / CHECKPOINT_FILE
+    data = path.read_bytes()
+    # Reading these raises EOFError, UnpicklingError, RuntimeError and UnicodeDecodeError.
+    for damaged in (b"", bytes(100), data[: len(data) // 2], b"\x80\x02X\x01\x00\x00\x00\xff."):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{path} cannot be read \(.+\); delete it to train from the beginning"):
+            resume(tiny_recipe(kind), target, new_windows(), tmp_path)
 
 
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(kind, target, tmp_path):

@@ -126,6 +126,13 @@ def test_mtp_layers_load_from_the_folder_of_the_target(tmp_path, model, model_fo
     assert is_equal(head, load_head("mtp", both, model.config, target_folder=both))
 
 
+def test_the_index_of_an_earlier_head_is_ignored(tmp_path, model):
+    head = samples.eagle(model)
+    save_head(head, tmp_path, dtype=torch.float32)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "gone.safetensors"}}')
+    assert is_equal(head, load_head("eagle", tmp_path, model.config))
+
+
 def test_further_mtp_layers_are_ignored(tmp_path, model):
     head = samples.mtp(model)
     save_head(head, tmp_path, dtype=torch.float32)
