@@ -22,7 +22,7 @@ from drafter_service.observability.metrics import MetricsEndpoint, facts_from_lo
 from drafter_service.observability.process import own_version, resident_bytes
 from drafter_service.replication.replicated import Replication
 from drafter_service.server.admin import Admin
-from drafter_service.server.calls import unary_method
+from drafter_service.server.calls import Refusals, unary_method
 from drafter_service.server.disk import LoadError, in_thread
 from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
@@ -48,8 +48,9 @@ class DrafterServer:
         self._version = own_version()
         self._replication = Replication(config.log)
         self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_unload=self._replication.remove)
-        self._streams = DraftStreams(self.namespaces, listener.access, config.limits)
-        self._followers = FollowStreams(self.namespaces, listener.access, config.limits.streams)
+        self._refusals = Refusals()
+        self._streams = DraftStreams(self.namespaces, listener.access, config.limits, self._refusals)
+        self._followers = FollowStreams(self.namespaces, listener.access, config.limits.streams, self._refusals)
         self._locks = ExitStack()
         """The lock of the snapshot folder."""
         self._step_socket = StepSocket(self._streams, config.limits.streams)
@@ -118,7 +119,7 @@ class DrafterServer:
             now=time.time(),
             memory_bytes=resident_bytes(),
             namespaces=tuple(namespace.facts() for namespace in chosen),
-            refused=self._streams.all.refused + self._followers.all.refused,
+            refused=self._refusals.total,
             failed_saves=self.namespaces.failed_saves,
             failed_loads=self.namespaces.failed_loads,
             set_aside={name: files for name, files in set_aside.items() if names is None or name in names},
@@ -137,7 +138,10 @@ class DrafterServer:
             "ListNamespaces": (admin.list_namespaces, pb.ListNamespacesRequest),
             "DropNamespace": (admin.drop_namespace, pb.DropNamespaceRequest),
         }
-        handlers = {name: unary_method(access, method, request) for name, (method, request) in unary.items()}
+        handlers = {
+            name: unary_method(access, method, request, partial(self._refusals.record, "call refused", method=name))
+            for name, (method, request) in unary.items()
+        }
         return {**handlers, "Draft": draft_method(self._streams), "Follow": follow_method(self._followers)}
 
 

@@ -141,12 +141,18 @@ def test_an_invalid_request_to_forget_is_refused(caller, name, what, message):
     assert message in details
 
 
+def refused_calls(caller):
+    return json.loads(caller.call("Report").json)["service"]["refused"]
+
+
 @pytest.mark.parametrize("method", ["Forget", "Report", "Snapshot", "DropNamespace"])
 @pytest.mark.parametrize("asked", ["unknown", "../unknown", "n" * 500])
 def test_an_unknown_namespace_is_refused_and_not_made(caller, method, asked):
     what = {"everything": True} if method == "Forget" else {}
+    before = refused_calls(caller)
     code, details = caller.refusal(method, namespace=asked, **what)
     assert code is INVALID_ARGUMENT
+    assert refused_calls(caller) == before + 1
     assert details == f"there is no namespace {asked[:200]!r}"
     assert asked not in [row.name for row in caller.call("ListNamespaces").namespaces]
 
