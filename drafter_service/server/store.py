@@ -53,6 +53,8 @@ class Description(BaseModel):
     """Number of tokens of the corpus; None in the descriptions of versions up to 0.2.0."""
     clients: ClientTotals = ClientTotals()
     duplicates: int = 0
+    learned_tokens: int = 0
+    """Number of tokens that were ever learned; 0 in the descriptions of versions up to 0.2.0."""
     log_position: str | None = None
     """Position in the shared log that had been read before the corpus was saved."""
     history: list[tuple[float, ...]] = []
