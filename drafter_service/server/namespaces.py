@@ -262,7 +262,7 @@ class Namespaces:
                 reason = str(problem) or type(problem).__name__
                 self.failed_saves += 1
                 logger.error("snapshot not saved", namespace=namespace.name, reason=reason)
-                raise SnapshotError(reason) from None
+                raise SnapshotError(f"namespace {namespace.name!r} is not saved: {reason}") from None
             namespace.saved_version = version
         return Saved(namespace.name, size, time.monotonic() - began)
 
