@@ -153,7 +153,8 @@ class DraftStream(StreamHandle):
         engine, padding = read_engine(hello), read_padding(hello)
         may_learn = self._has_right_to_learn(name)
         namespace = await self._stack.enter_async_context(self._namespaces.use_for_drafts(name, model))
-        session = Session(namespace, self._limits, engine, SHAPES.get(hello.draft_shape), padding)
+        counted = hello.counted if hello.HasField("counted") else None
+        session = Session(namespace, self._limits, engine, SHAPES.get(hello.draft_shape), padding, counted)
         self._stack.callback(session.close)
         self.namespace = namespace
         namespace.streams.add(self)
