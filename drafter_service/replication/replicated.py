@@ -57,14 +57,22 @@ class Replication:
         self._closing: dict[ReplicatedNamespace, asyncio.Task[None]] = {}
         self._past = SharedLogReport(is_connected=True)
         """Totals of namespaces that were unloaded."""
+        self._has_answered = True
+        """Whether the log answered when `answers` was last called."""
 
-    async def start(self) -> None:
-        """Log a warning if there is a shared log that does not answer; its namespaces keep trying to connect."""
-        if self._client is not None:
-            try:
-                await ping(self._client)
-            except LogUnavailable as problem:
+    async def answers(self) -> bool:
+        """Return whether there is a shared log that answers; log a warning if it does not any more."""
+        if self._client is None:
+            return False
+        try:
+            await ping(self._client)
+        except LogUnavailable as problem:
+            if self._has_answered:
                 logger.warning("shared_log_unavailable", error=str(problem))
+            self._has_answered = False
+        else:
+            self._has_answered = True
+        return self._has_answered
 
     async def stop(self) -> None:
         """Disconnect, after all namespaces have been removed."""
@@ -94,8 +102,9 @@ class Replication:
         """Return the state of the log; None without one."""
         if self._client is None:
             return None
-        total = self._past
-        for replicated in (*self._replicated.values(), *self._closing):
+        used = (*self._replicated.values(), *self._closing)
+        total = self._past if used else self._past.model_copy(update={"is_connected": self._has_answered})
+        for replicated in used:
             total = _sum(total, replicated.facts())
         return total
 

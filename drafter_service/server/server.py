@@ -81,7 +81,7 @@ class DrafterServer:
                 continue  # It was logged, and is loaded when it is used.
             except (NamespaceError, MemoryLimitError) as problem:
                 raise UserError(f"namespaces: {problem}") from None
-        await self._replication.start()
+        await self._replication.answers()
         self._housekeeping.start()
         steps, access = self._listener.address.steps, self._config.access
         if steps is not None and not access.has_tls:
