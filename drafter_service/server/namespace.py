@@ -158,6 +158,8 @@ class Namespace:
         """Position up to which the shared log had been read when the restored snapshot was saved."""
         self.log_position: Callable[[], str] | None = None
         """Function that returns the position up to which the shared log has been read; None without a shared log."""
+        self.has_read_log: Callable[[], bool] = lambda: True
+        """Function that returns whether the shared log has been read to its end."""
         self.feed = Feed()
         """Changes for clients that draft from a copy."""
         self.publish: Callable[[Event], None] = lambda _: None

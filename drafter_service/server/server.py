@@ -55,7 +55,7 @@ class DrafterServer:
         """The lock of the snapshot folder."""
         self._step_socket = StepSocket(self._streams, config.limits.streams)
         self._admin = Admin(self.namespaces, self.facts)
-        self._housekeeping = Housekeeping(self.namespaces, config, listener.access)
+        self._housekeeping = Housekeeping(self.namespaces, config, listener.access, self._replication)
         self._metrics: MetricsEndpoint | None = None
         self.summary = ""
         """Drafting statistics in one line; set when the server stops."""
@@ -165,13 +165,20 @@ IDLE_S = 3600.0
 class Housekeeping:
     """Runs the periodic work by monotonic time, so that it continues if the clock jumps."""
 
-    def __init__(self, namespaces: Namespaces, config: ServiceConfig, access: AccessControl = None) -> None:
+    def __init__(
+        self,
+        namespaces: Namespaces,
+        config: ServiceConfig,
+        access: AccessControl = None,
+        replication: Replication | None = None,
+    ) -> None:
         self._namespaces = namespaces
-        self._access = access
+        self._access, self._replication = access, replication
         self._save_s = config.snapshots.interval_s
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._checking: asyncio.Task[None] | None = None
+        self._cancelled: list[asyncio.Task[None]] = []
+        """Tasks that `stop` does not wait for."""
 
     def start(self) -> None:
         """Start the tasks."""
@@ -181,13 +188,17 @@ class Housekeeping:
         ]
         if self._access is not None:
             check = partial(in_thread, self._access.check)
-            self._checking = asyncio.create_task(self._repeat(CHECK_INTERVAL_S, check))
+            self._cancelled.append(asyncio.create_task(self._repeat(CHECK_INTERVAL_S, check)))
+        if self._replication is not None:
+            self._cancelled.append(asyncio.create_task(self._repeat(self._save_s, self._follow_log)))
 
     async def stop(self) -> None:
-        """Stop the tasks, after work in progress; not after a check of the callers file, which may never end."""
+        """Stop the tasks, after work in progress; not after a check of the callers file, which may never end, nor after
+        that of the shared log.
+        """
         self._stopping.set()
-        if self._checking is not None:
-            self._checking.cancel()
+        for task in self._cancelled:
+            task.cancel()
         await asyncio.gather(*self._tasks)
 
     async def _repeat(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
@@ -208,3 +219,8 @@ class Housekeeping:
     async def _save(self) -> None:
         await self._namespaces.save_changed()
         await self._namespaces.unload_idle(IDLE_S)
+
+    async def _follow_log(self) -> None:
+        assert self._replication is not None
+        if await self._replication.answers():
+            await self._namespaces.follow_log(self._replication.forgets)
