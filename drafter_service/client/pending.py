@@ -58,6 +58,8 @@ class Pending:
     """Whether nobody waits for its drafts any more."""
     drafts: pb.Drafts | None = None
     """The requested drafts, once they have arrived."""
+    counters: pb.ClientCounters | None = None
+    """The counters that it sends."""
 
 
 class PendingRequests:
@@ -114,6 +116,8 @@ class PendingRequests:
         self._step += 1
         request.step = self._step
         pending = Pending(self._step, self._clock(), text_bytes, wants_drafts)
+        if request.HasField("counters"):
+            pending.counters = request.counters
         if self._pending and wants_drafts:
             pending.is_delayed = sum(each.text_bytes for each in self._pending) >= DELAYING_BYTES
         self._pending.append(pending)

@@ -154,6 +154,7 @@ class Protocol:
         """The service's last welcome."""
         self._counters = Counters()
         self._hello = hello
+        self._hello.counted.SetInParent()
         self._shadow = shadow
         self._name = secrets.token_hex(16)
         """Prefix of generated request names."""
@@ -305,6 +306,8 @@ class Protocol:
         """
         is_handshake = self.pending.phase is not Phase.READY
         response, request = self.pending.receive(data)
+        if request.counters is not None:
+            self._hello.counted.CopyFrom(request.counters)
         if is_handshake:
             self._receive_welcome(response.welcome)
         else:

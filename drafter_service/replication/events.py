@@ -98,6 +98,16 @@ def decode(fields: Mapping[bytes, bytes]) -> LogEntry:
     return LogEntry(_field(fields, "writer"), [Event(*row) for row in columns])
 
 
+def forgets(fields: Mapping[bytes, bytes]) -> bool:
+    """Return whether an entry of this version has events that forget text, without decoding it."""
+    return fields.get(b"version") == VERSION and any(kind != Kind.FINISHED for kind in fields.get(b"kinds", b""))
+
+
+def forgets_all(fields: Mapping[bytes, bytes]) -> bool:
+    """Return whether an entry forgets everything that was in earlier ones."""
+    return forgets(fields) and fields[b"kinds"][0] == Kind.DROPPED
+
+
 def _runs(fields: Mapping[bytes, bytes], name: str, number: int, total: int) -> list[slice]:
     """Return where each event's part of a column is. Raises WireError if the lengths do not fit."""
     lengths = unpack(_field(fields, name), "u4", name)

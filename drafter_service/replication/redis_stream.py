@@ -66,6 +66,8 @@ class Extent(NamedTuple):
     first: LogPosition
     last: LogPosition
     """The newest entry ever added, even if it was trimmed; `OLDEST` if there was none."""
+    first_fields: Mapping[bytes, bytes]
+    """Fields of the first entry; none if there is no entry."""
 
 
 def connect(url: str) -> Redis:
@@ -141,11 +143,11 @@ class RedisStream:
         """Return the current extent of the log."""
         async with _redis_call(TIMEOUT_S):
             if not await self._client.exists(self._key):
-                return Extent(OLDEST, OLDEST)
+                return Extent(OLDEST, OLDEST, {})
             info = await self._client.xinfo_stream(self._key)
             last = _position(info["last-generated-id"])
-            first = _position(info["first-entry"][0]) if info["first-entry"] else last
-            return Extent(first, last)
+            first, fields = info["first-entry"] or (str(last), {})
+            return Extent(_position(first), last, fields)
 
     async def trim(self, max_bytes: int) -> None:
         """Remove the oldest entries while the log uses more than `max_bytes` of memory."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from drafter_service.observability.report.schema import SharedLogReport
-from drafter_service.replication.events import Event, Kind, LogEntry
+from drafter_service.replication.events import Event, Kind, LogEntry, forgets
 from drafter_service.replication.redis_stream import (
     OLDEST,
     LogPosition,
@@ -23,7 +23,7 @@ from drafter_service.replication.redis_stream import (
     connect,
     ping,
 )
-from drafter_service.replication.shared_log import NamespaceLog, Reader
+from drafter_service.replication.shared_log import ENTRIES_AT_ONCE, NamespaceLog, Reader
 from drafter_service.server.namespace import Namespace
 from drafter_service.settings.tree import LogConfig
 from ssd.corpus.ring import has_invalid_token
@@ -57,14 +57,43 @@ class Replication:
         self._closing: dict[ReplicatedNamespace, asyncio.Task[None]] = {}
         self._past = SharedLogReport(is_connected=True)
         """Totals of namespaces that were unloaded."""
+        self._has_answered = True
+        """Whether the log answered when `answers` was last called."""
+        self._examined: dict[str, LogPosition] = {}
+        """Positions up to which `forgets` has found nothing, by namespace."""
 
-    async def start(self) -> None:
-        """Log a warning if there is a shared log that does not answer; its namespaces keep trying to connect."""
-        if self._client is not None:
-            try:
-                await ping(self._client)
-            except LogUnavailable as problem:
+    async def answers(self) -> bool:
+        """Return whether there is a shared log that answers; log a warning if it does not any more."""
+        if self._client is None:
+            return False
+        try:
+            await ping(self._client)
+        except LogUnavailable as problem:
+            if self._has_answered:
                 logger.warning("shared_log_unavailable", error=str(problem))
+            self._has_answered = False
+        else:
+            self._has_answered = True
+        return self._has_answered
+
+    async def forgets(self, name: str, position: str | None) -> bool:
+        """Return whether the log of a namespace has events after a position that forget text, or may have had some.
+
+        position: that of the namespace's snapshot; None: before all entries. Entries are read once, in later calls only
+        those that are new. Raises LogUnavailable.
+        """
+        assert self._client is not None
+        stream = RedisStream(self._client, self._config.prefix, name)
+        after = max(_parsed(position), self._examined.pop(name, OLDEST))
+        extent = await stream.extent()
+        if extent.last < after or OLDEST < after < extent.first:
+            return True
+        while after < extent.last and (entries := await stream.read(after, ENTRIES_AT_ONCE, wait=False)):
+            if any(forgets(fields) for _, fields in entries):
+                return True
+            after, _ = entries[-1]
+        self._examined[name] = after
+        return False
 
     async def stop(self) -> None:
         """Disconnect, after all namespaces have been removed."""
@@ -76,6 +105,7 @@ class Replication:
         """Start replicating a namespace that was loaded, if there is a shared log."""
         if self._client is not None:
             stream = RedisStream(self._client, self._config.prefix, namespace.name)
+            self._examined.pop(namespace.name, None)
             max_bytes = BYTES_PER_TOKEN * self._config.max_tokens
             self._replicated[namespace.name] = ReplicatedNamespace(namespace, stream, self._name, max_bytes)
 
@@ -94,8 +124,9 @@ class Replication:
         """Return the state of the log; None without one."""
         if self._client is None:
             return None
-        total = self._past
-        for replicated in (*self._replicated.values(), *self._closing):
+        used = (*self._replicated.values(), *self._closing)
+        total = self._past if used else self._past.model_copy(update={"is_connected": self._has_answered})
+        for replicated in used:
             total = _sum(total, replicated.facts())
         return total
 
@@ -108,11 +139,11 @@ class ReplicatedNamespace:
         bound = logger.bind(namespace=namespace.name)
         self._namespace, self._log = namespace, NamespaceLog(stream, bound, name=name, max_bytes=max_bytes)
         self._name = name
-        reader = Reader(stream, self._log.counters, bound, after=_position(namespace))
+        reader = Reader(stream, self._log.counters, bound, after=_parsed(namespace.restored_position))
         if reader.position != OLDEST:
             reader.newest = namespace.newest_time
         # The namespace must not refer to this object: a cycle would keep an unloaded corpus in memory.
-        namespace.log_position = lambda: str(reader.position)
+        namespace.log_position, namespace.has_read_log = lambda: str(reader.position), lambda: reader.is_current
         namespace.publish, namespace.is_published = self._log.publish, self._log.is_published
         namespace.has_unpublished = self._log.has_unpublished
         self._reader = reader
@@ -176,10 +207,10 @@ class ReplicatedNamespace:
         return False
 
 
-def _position(namespace: Namespace) -> LogPosition:
+def _parsed(position: str | None) -> LogPosition:
     """Return the reading position of a namespace's snapshot; the oldest entry if there is none."""
     try:
-        return LogPosition.parse(namespace.restored_position) if namespace.restored_position else OLDEST
+        return LogPosition.parse(position) if position else OLDEST
     except ValueError:
         return OLDEST
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drafter_service.observability.report.schema import SharedLogReport
-from drafter_service.replication.events import Event, Kind, LogEntry, decode, encode
+from drafter_service.replication.events import Event, Kind, LogEntry, decode, encode, forgets_all
 from drafter_service.replication.redis_stream import (
     OLDEST,
     LogPosition,
@@ -238,6 +238,11 @@ class Reader:
         return not self._retry.is_failing
 
     @property
+    def is_current(self) -> bool:
+        """Whether the newest entry has been passed on, as far as it is known."""
+        return self._is_current
+
+    @property
     def lag_s(self) -> float:
         """Seconds behind the newest entry. They grow while Redis is unavailable or events are being learned."""
         return 0.0 if self._is_current else self._lag_s + time.monotonic() - self._measured
@@ -291,7 +296,7 @@ class Reader:
             # Redis has restarted with an older state, or with a clock that is behind: others may have written to it.
             self._record_gap("shared_log_lost_entries")
             self.position, self.newest = OLDEST, -math.inf
-        elif self.position != OLDEST and extent.first > self.position:
+        elif OLDEST < self.position < extent.first and not forgets_all(extent.first_fields):
             self._record_gap("shared_log_trimmed_before_read")
             self.position = OLDEST
         self._is_current = self.position >= extent.last

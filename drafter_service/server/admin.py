@@ -13,8 +13,8 @@ import structlog
 from drafter_service.auth.callers import AuthorizedCall, PermissionDeniedError, Right
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.report.build import build_report
-from drafter_service.server.namespace import Namespace, UnpublishedError
-from drafter_service.server.namespaces import NamespaceError, Namespaces
+from drafter_service.server.namespace import ClosedError, Namespace, UnpublishedError
+from drafter_service.server.namespaces import NamespaceError, Namespaces, StalledError
 from drafter_service.server.naming import KnownNamespace, is_default
 from drafter_service.server.requests import read_model, read_texts
 from drafter_service.stubs import drafter_pb2 as pb
@@ -92,15 +92,29 @@ class Admin:
         return pb.ReportResponse(json=report.model_dump_json())
 
     async def snapshot(self, request: pb.SnapshotRequest, authorized: AuthorizedCall) -> pb.SnapshotResponse:
-        """Save namespaces now."""
+        """Save namespaces now. Raises SnapshotError, which names those that were not saved, after all others are.
+
+        After one that stalls the others are not tried, since they are in the same folder.
+        """
         names = await self._chosen(authorized, request.namespace, Right.ADMIN)
         if Right.ADMIN not in authorized.caller.rights:
             raise PermissionDeniedError(f"caller {authorized.caller.name!a} has no admin right to any namespace")
-        response = pb.SnapshotResponse()
-        for name in sorted(names & self._namespaces.loaded.keys()):
-            async with self._namespaces.use(name, ModelIdentity()) as namespace:
+        response, failures = pb.SnapshotResponse(), list[str]()
+        for name, namespace in sorted(self._namespaces.loaded.items()):
+            if name not in names:
+                continue
+            try:
                 _, size, taken = await self._namespaces.save(namespace)
+            except ClosedError:
+                continue  # It was dropped, or saved and unloaded, meanwhile.
+            except SnapshotError as problem:
+                failures.append(str(problem))
+                if isinstance(problem, StalledError):
+                    break
+            else:
                 response.saved.add(namespace=name, bytes=size, seconds=taken)
+        if failures:
+            raise SnapshotError("; ".join(dict.fromkeys(failures)))
         return response
 
     async def list_namespaces(

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
+import structlog
 from google.protobuf.message import DecodeError
 
 from drafter_service.auth.callers import (
@@ -26,6 +27,8 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_TEXTS, PROTOCOL, WireError
 from ssd.corpus.sections import SnapshotError
 
+logger = structlog.get_logger(__name__)
+
 PACKAGE = pb.DESCRIPTOR.package
 
 LARGE_BYTES = 1 << 17
@@ -41,6 +44,10 @@ class ProtocolError(ValueError):
     """The client and this service do not fit together, such as by the version of the protocol."""
 
 
+class StreamLimitError(RuntimeError):
+    """The service has as many streams as it may have."""
+
+
 REFUSALS: dict[type[Exception], grpc.StatusCode] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
@@ -48,6 +55,7 @@ REFUSALS: dict[type[Exception], grpc.StatusCode] = {
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
     IdentityError: grpc.StatusCode.FAILED_PRECONDITION,
     MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StreamLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ClosedError: grpc.StatusCode.ABORTED,
     LoadError: grpc.StatusCode.UNAVAILABLE,
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -58,27 +66,52 @@ REFUSALS: dict[type[Exception], grpc.StatusCode] = {
 """gRPC status codes of the exceptions that end a stream or a call; those of derived classes are the same."""
 
 
+class Refusals:
+    """Counts and logs what is refused. Used by the event loop alone."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        """Number of calls, streams and requests of streams that were refused."""
+
+    def record(self, event: str, reason: Exception, **details: str) -> None:
+        """Count and log one; event: what was refused."""
+        self.total += 1
+        # The message, which the client gets and logs, may quote its request.
+        logger.warning(event, reason=type(reason).__name__, **details)
+
+
 @asynccontextmanager
-async def answering(access: AccessControl, context: Context) -> AsyncIterator[AuthorizedCall]:
-    """Identify the caller of a call, and end it with the status of an exception raised in the block."""
+async def answering(
+    access: AccessControl, context: Context, on_refused: Callable[[Exception], None]
+) -> AsyncIterator[AuthorizedCall]:
+    """Identify the caller of a call, and end it with the status of an exception raised in the block.
+
+    on_refused: called with the exception, unless a namespace was dropped, which refuses nothing.
+    """
     try:
         yield AuthorizedCall(context, access)
     except tuple(REFUSALS) as refused:
+        if not isinstance(refused, ClosedError):
+            on_refused(refused)
         code = next(code for kind, code in REFUSALS.items() if isinstance(refused, kind))
         await context.abort(code, str(refused))
 
 
 def unary_method(
-    access: AccessControl, method: Callable[[Any, AuthorizedCall], Awaitable[Any]], kind: Any
+    access: AccessControl,
+    method: Callable[[Any, AuthorizedCall], Awaitable[Any]],
+    kind: Any,
+    on_refused: Callable[[Exception], None],
 ) -> grpc.RpcMethodHandler:
     """Return gRPC's handler of a call; method: takes its message, which is of the type `kind`, and its caller.
 
-    To gRPC it is a method with a stream of messages, so that a message is not received before its turn.
+    on_refused: as in `answering`. To gRPC it is a method with a stream of messages, so that a message is not received
+    before its turn.
     """
     turns = asyncio.Semaphore(MAX_LARGE_CALLS)
 
     async def call(messages: AsyncIterator[bytes], context: Context) -> bytes:
-        async with answering(access, context) as authorized, AsyncExitStack() as turn:
+        async with answering(access, context, on_refused) as authorized, AsyncExitStack() as turn:
             await turn.enter_async_context(turns)
             data = await _received(messages)
             if len(data) < LARGE_BYTES:

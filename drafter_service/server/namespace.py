@@ -141,6 +141,8 @@ class Namespace:
         self.draft_latency = Latency()
         self.merge_latency = Latency()
         self.duplicates = 0
+        self._learned_before = 0
+        """Number of tokens that were learned before the snapshot."""
         self.drafters: set[SuffixDrafter] = set()
         self._ended = BudgetTotals()
         """Totals of the token budgets of streams and calls that have ended."""
@@ -156,6 +158,8 @@ class Namespace:
         """Position up to which the shared log had been read when the restored snapshot was saved."""
         self.log_position: Callable[[], str] | None = None
         """Function that returns the position up to which the shared log has been read; None without a shared log."""
+        self.has_read_log: Callable[[], bool] = lambda: True
+        """Function that returns whether the shared log has been read to its end."""
         self.feed = Feed()
         """Changes for clients that draft from a copy."""
         self.publish: Callable[[Event], None] = lambda _: None
@@ -186,6 +190,7 @@ class Namespace:
             tokens=self.corpus.tokens,
             clients=self.clients.model_copy(),
             duplicates=self.duplicates,
+            learned_tokens=self.learned_tokens,
             log_position=self.log_position() if self.log_position else self.restored_position,
             history=[tuple(sample) for sample in self.history.samples],
             forgotten={name: forgotten.told_at for name, forgotten in self._forgotten.items()},
@@ -196,6 +201,7 @@ class Namespace:
         """Continue with what `describe` returned."""
         self.model, self.clients, self.duplicates = stored.model, stored.clients, stored.duplicates
         self.restored_position = stored.log_position
+        self._learned_before = stored.learned_tokens or self.corpus.tokens
         for sample in stored.samples():
             self.history.record(sample)
         # `here_at` is not when they were forgotten: the clock may have been set since.
@@ -421,6 +427,11 @@ class Namespace:
         return totals
 
     @property
+    def learned_tokens(self) -> int:
+        """Number of tokens that were ever learned."""
+        return self._learned_before + self.corpus.appended
+
+    @property
     def memory_bytes(self) -> int:
         """Memory of the corpus, the learned probabilities, the running sequences and the changes that are kept."""
         return self.corpus.nbytes + self.feed.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
@@ -441,7 +452,7 @@ class Namespace:
                 capacity_tokens=corpus.capacity,
                 tokens=corpus.tokens,
                 requests=corpus.requests,
-                learned_tokens=corpus.appended,
+                learned_tokens=self.learned_tokens,
                 waiting_tokens=max(0, corpus.waiting),
                 merges=times.merges,
                 base_merges=times.base_merges,

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -41,6 +41,10 @@ DISK_LIMIT_S, DISK_BYTES_PER_S = 30.0, 20e6
 that answer are faster."""
 RETRY_S = 5.0
 """Time in seconds after which a namespace that could not be loaded is tried again. Each attempt may unload another."""
+
+READ_LIMIT_S, READ_POLL_S = 60.0, 0.05
+"""Limit of the time in which a namespace that `follow_log` has loaded reads the log, and interval at which it is asked
+whether it has. The next attempt goes on where it stopped."""
 
 Locks = WeakValueDictionary[str, asyncio.Lock]
 T = TypeVar("T")
@@ -262,7 +266,7 @@ class Namespaces:
                 reason = str(problem) or type(problem).__name__
                 self.failed_saves += 1
                 logger.error("snapshot not saved", namespace=namespace.name, reason=reason)
-                raise SnapshotError(reason) from None
+                raise SnapshotError(f"namespace {namespace.name!r} is not saved: {reason}") from None
             namespace.saved_version = version
         return Saved(namespace.name, size, time.monotonic() - began)
 
@@ -284,6 +288,31 @@ class Namespaces:
             return is_unused and not namespace.has_unpublished()
 
         await self._for_each(is_due, self._save_and_unload)
+
+    async def follow_log(self, forgets: Callable[[str, str | None], Awaitable[bool]]) -> None:
+        """Load, one at a time, the stored namespaces whose text the shared log forgets, and save them without it.
+
+        forgets: see `Replication.forgets`; its exceptions are raised. Other failures are logged, and the next call
+        tries again. Namespaces that are loaded follow the log without this.
+        """
+        for name, known in list(self.store.known.items()) if self.store else []:
+            if name in self.loaded or not await forgets(name, known.log_position):
+                continue
+            try:
+                if await self.exists(name):  # Otherwise it was dropped meanwhile.
+                    await self._follow_log(name)
+            except (NamespaceError, MemoryLimitError, LoadError, SnapshotError, ClosedError) as problem:
+                logger.warning("stored namespace not updated from the shared log", namespace=name, reason=str(problem))
+
+    async def _follow_log(self, name: str) -> None:
+        async with self.use(name, ModelIdentity()) as namespace:
+            pass  # It stays idle, so that it is unloaded if another one needs the memory.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(READ_LIMIT_S):
+                while not (namespace.has_read_log() or namespace.is_closed):
+                    await asyncio.sleep(READ_POLL_S)
+        await self.save(namespace)
+        await self._save_and_unload(namespace)
 
     async def _for_each(
         self, is_due: Callable[[Namespace], bool], act: Callable[[Namespace], Awaitable[object]]

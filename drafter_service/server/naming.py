@@ -20,6 +20,8 @@ class KnownNamespace(NamedTuple):
     """Empty if its description cannot be read."""
     tokens: int | None = None
     """None if it is not known."""
+    log_position: str | None = None
+    """Position in the shared log up to which it had been read when the namespace was saved; None if it was not."""
 
 
 def default_name(model: ModelIdentity) -> str:
@@ -75,7 +77,7 @@ def find_default(
     others = sorted(
         (
             name
-            for name, (owner, _) in known.items()
+            for name, (owner, *_) in known.items()
             # Those of cache salts, of which there may be tens of thousands, have "@" in their names.
             if "@" not in name and _is_same(owner, model) and is_default(name, owner) and may_use(name)
         ),
@@ -115,7 +117,7 @@ def find_other(
     """
     sizes = {
         other: tokens or 0
-        for other, (owner, tokens) in known.items()
+        for other, (owner, tokens, _) in known.items()
         if "@" not in other and tokens != 0 and owner.has_tokenizer_of(model) and other != name and may_use(other)
     }
     return max(sizes, key=lambda other: (sizes[other], other), default="")

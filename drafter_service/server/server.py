@@ -22,7 +22,7 @@ from drafter_service.observability.metrics import MetricsEndpoint, facts_from_lo
 from drafter_service.observability.process import own_version, resident_bytes
 from drafter_service.replication.replicated import Replication
 from drafter_service.server.admin import Admin
-from drafter_service.server.calls import unary_method
+from drafter_service.server.calls import Refusals, unary_method
 from drafter_service.server.disk import LoadError, in_thread
 from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
@@ -48,13 +48,14 @@ class DrafterServer:
         self._version = own_version()
         self._replication = Replication(config.log)
         self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_unload=self._replication.remove)
-        self._streams = DraftStreams(self.namespaces, listener.access, config.limits)
-        self._followers = FollowStreams(self.namespaces, listener.access, config.limits.streams)
+        self._refusals = Refusals()
+        self._streams = DraftStreams(self.namespaces, listener.access, config.limits, self._refusals)
+        self._followers = FollowStreams(self.namespaces, listener.access, config.limits.streams, self._refusals)
         self._locks = ExitStack()
         """The lock of the snapshot folder."""
         self._step_socket = StepSocket(self._streams, config.limits.streams)
         self._admin = Admin(self.namespaces, self.facts)
-        self._housekeeping = Housekeeping(self.namespaces, config, listener.access)
+        self._housekeeping = Housekeeping(self.namespaces, config, listener.access, self._replication)
         self._metrics: MetricsEndpoint | None = None
         self.summary = ""
         """Drafting statistics in one line; set when the server stops."""
@@ -80,7 +81,7 @@ class DrafterServer:
                 continue  # It was logged, and is loaded when it is used.
             except (NamespaceError, MemoryLimitError) as problem:
                 raise UserError(f"namespaces: {problem}") from None
-        await self._replication.start()
+        await self._replication.answers()
         self._housekeeping.start()
         steps, access = self._listener.address.steps, self._config.access
         if steps is not None and not access.has_tls:
@@ -118,7 +119,7 @@ class DrafterServer:
             now=time.time(),
             memory_bytes=resident_bytes(),
             namespaces=tuple(namespace.facts() for namespace in chosen),
-            refused=self._streams.all.refused + self._followers.all.refused,
+            refused=self._refusals.total,
             failed_saves=self.namespaces.failed_saves,
             failed_loads=self.namespaces.failed_loads,
             set_aside={name: files for name, files in set_aside.items() if names is None or name in names},
@@ -137,7 +138,10 @@ class DrafterServer:
             "ListNamespaces": (admin.list_namespaces, pb.ListNamespacesRequest),
             "DropNamespace": (admin.drop_namespace, pb.DropNamespaceRequest),
         }
-        handlers = {name: unary_method(access, method, request) for name, (method, request) in unary.items()}
+        handlers = {
+            name: unary_method(access, method, request, partial(self._refusals.record, "call refused", method=name))
+            for name, (method, request) in unary.items()
+        }
         return {**handlers, "Draft": draft_method(self._streams), "Follow": follow_method(self._followers)}
 
 
@@ -161,13 +165,20 @@ IDLE_S = 3600.0
 class Housekeeping:
     """Runs the periodic work by monotonic time, so that it continues if the clock jumps."""
 
-    def __init__(self, namespaces: Namespaces, config: ServiceConfig, access: AccessControl = None) -> None:
+    def __init__(
+        self,
+        namespaces: Namespaces,
+        config: ServiceConfig,
+        access: AccessControl = None,
+        replication: Replication | None = None,
+    ) -> None:
         self._namespaces = namespaces
-        self._access = access
+        self._access, self._replication = access, replication
         self._save_s = config.snapshots.interval_s
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._checking: asyncio.Task[None] | None = None
+        self._cancelled: list[asyncio.Task[None]] = []
+        """Tasks that `stop` does not wait for."""
 
     def start(self) -> None:
         """Start the tasks."""
@@ -177,13 +188,17 @@ class Housekeeping:
         ]
         if self._access is not None:
             check = partial(in_thread, self._access.check)
-            self._checking = asyncio.create_task(self._repeat(CHECK_INTERVAL_S, check))
+            self._cancelled.append(asyncio.create_task(self._repeat(CHECK_INTERVAL_S, check)))
+        if self._replication is not None:
+            self._cancelled.append(asyncio.create_task(self._repeat(self._save_s, self._follow_log)))
 
     async def stop(self) -> None:
-        """Stop the tasks, after work in progress; not after a check of the callers file, which may never end."""
+        """Stop the tasks, after work in progress; not after a check of the callers file, which may never end, nor after
+        that of the shared log.
+        """
         self._stopping.set()
-        if self._checking is not None:
-            self._checking.cancel()
+        for task in self._cancelled:
+            task.cancel()
         await asyncio.gather(*self._tasks)
 
     async def _repeat(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
@@ -204,3 +219,8 @@ class Housekeeping:
     async def _save(self) -> None:
         await self._namespaces.save_changed()
         await self._namespaces.unload_idle(IDLE_S)
+
+    async def _follow_log(self) -> None:
+        assert self._replication is not None
+        if await self._replication.answers():
+            await self._namespaces.follow_log(self._replication.forgets)

@@ -39,9 +39,10 @@ class Session:
         engine: Engine = UNKNOWN_ENGINE,
         draft_shape: DraftShape | None = None,
         padding: Padding = NO_PADDING,
+        counted: pb.ClientCounters | None = None,
     ) -> None:
         """engine: its identity. draft_shape: shape of its drafts; None: as configured. padding: shapes that it pads
-        steps to.
+        steps to. counted: see `Hello.counted`; None: not known.
         """
         self.namespace = namespace
         self._limits = limits
@@ -57,7 +58,7 @@ class Session:
         """`DraftBatch.pause_steps` of the next response."""
         self._unrecorded: tuple[Progress, DraftBatch] | None = None
         """The known sequences of the last request's batch and their drafts, until `record`."""
-        self._reported: ClientTotals | None = None
+        self._reported = None if counted is None else _client_totals(counted)
         """Totals of the client's last message."""
         self._uncounted_steps = 0
         """Steps without a request that were counted before the message that says so; 0 or negative."""
@@ -279,10 +280,9 @@ class Session:
 
     def _add_counters(self, counters: pb.ClientCounters) -> None:
         """Add the increase since the client's last message."""
-        totals = ClientTotals(**{name: getattr(counters, name) for name in vars(self.namespace.clients)})
-        reported = self._reported
+        totals, reported = _client_totals(counters), self._reported
         if reported is None:
-            # A reconnected client has sent most of these totals before, on another stream.
+            # A reconnected client of an earlier version has sent most of these totals before, on another stream.
             reconnects = max(0, totals.reconnects - 1)
             reported = totals.model_copy(update={"reconnects": reconnects}) if totals.reconnects else ClientTotals()
         for name, total in vars(totals).items():
@@ -295,6 +295,10 @@ class Session:
         steps = self._uncounted_steps + late - dropped
         self._use.engine_steps += max(0, steps)
         self._uncounted_steps = min(0, steps)
+
+
+def _client_totals(counters: pb.ClientCounters) -> ClientTotals:
+    return ClientTotals(**{name: getattr(counters, name) for name in ClientTotals.model_fields})
 
 
 def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:

@@ -53,6 +53,8 @@ class Description(BaseModel):
     """Number of tokens of the corpus; None in the descriptions of versions up to 0.2.0."""
     clients: ClientTotals = ClientTotals()
     duplicates: int = 0
+    learned_tokens: int = 0
+    """Number of tokens that were ever learned; 0 in the descriptions of versions up to 0.2.0."""
     log_position: str | None = None
     """Position in the shared log that had been read before the corpus was saved."""
     history: list[tuple[float, ...]] = []
@@ -182,7 +184,7 @@ class Store:
             description = _read_description(self.folder / name / DESCRIPTION)
         except (OSError, DamagedError):
             return KnownNamespace()
-        return KnownNamespace(description.model, description.tokens)
+        return KnownNamespace(description.model, description.tokens, description.log_position)
 
     def make_folder(self, name: str) -> None:
         """Make a namespace's folder. Raises OSError."""
@@ -193,7 +195,7 @@ class Store:
         """Replace the description atomically. Raises OSError, after which the old file remains."""
         self._check_folder()  # It is written last, so that a corpus that was saved elsewhere does not count as saved.
         _write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
-        self.known[description.name] = KnownNamespace(description.model, description.tokens)
+        self.known[description.name] = KnownNamespace(description.model, description.tokens, description.log_position)
 
     def remove_set_aside(self, name: str) -> list[str]:
         """Remove the files of a namespace that were set aside; return their names. Raises OSError."""

@@ -12,12 +12,19 @@ from functools import partial
 from typing import Any, Protocol
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
 
 from drafter_service.auth.callers import AccessControl, AuthorizedCall, Caller, Context, Right
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.calls import PACKAGE, REFUSALS, ProtocolError, answering, check_protocol, parsed
+from drafter_service.server.calls import (
+    PACKAGE,
+    ProtocolError,
+    Refusals,
+    StreamLimitError,
+    answering,
+    check_protocol,
+    parsed,
+)
 from drafter_service.server.feed import CopyStream
 from drafter_service.server.namespace import StreamHandle
 from drafter_service.server.namespaces import Namespaces
@@ -27,8 +34,6 @@ from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_FIELDS, PROTOCOL, SHAPES, WireError, check_engine_name
 from ssd.corpus.ring import MAX_CAPACITY
-
-logger = structlog.get_logger(__name__)
 
 Later = Coroutine[Any, Any, bytes]
 """A serialized response that has to be awaited."""
@@ -77,10 +82,9 @@ def draft_method(streams: Streams) -> grpc.RpcMethodHandler:
 class OpenStreams:
     """The open streams of a method. Used by the event loop alone."""
 
-    def __init__(self, access: AccessControl, most: int, what: str) -> None:
+    def __init__(self, access: AccessControl, most: int, what: str, refusals: Refusals) -> None:
         """most: largest number of streams. what: their name, such as "streams"."""
-        self.refused = 0
-        """Number of streams, and requests of streams, that were refused."""
+        self.refusals = refusals
         self._access, self._most, self._what = access, most, what
         self._streams: set[StreamHandle] = set()
         self._stopping = False
@@ -88,27 +92,19 @@ class OpenStreams:
     @asynccontextmanager
     async def open(self, stream: StreamHandle, context: Context) -> AsyncIterator[AuthorizedCall]:
         """Serve a stream within the block, whose exceptions end it with a status, as `answering` does."""
-        if len(self._streams) >= self._most:
-            self.refused += 1
-            reason = f"the service has its {self._most} {self._what} already"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
-        self._streams.add(stream)
-        try:
-            async with answering(self._access, context) as authorized:
-                try:
-                    yield authorized
-                except asyncio.CancelledError:
-                    if stream.namespace is not None:
-                        stream.namespace.check_is_open()
-                    if not self._stopping:
-                        raise
-                except tuple(REFUSALS) as refused:
-                    self.refused += 1
-                    # The message, which the client gets and logs, may quote its request.
-                    logger.warning("stream refused", reason=type(refused).__name__)
+        async with answering(self._access, context, partial(self.refusals.record, "stream refused")) as authorized:
+            if len(self._streams) >= self._most:
+                raise StreamLimitError(f"the service has its {self._most} {self._what} already")
+            self._streams.add(stream)
+            try:
+                yield authorized
+            except asyncio.CancelledError:
+                if stream.namespace is not None:
+                    stream.namespace.check_is_open()
+                if not self._stopping:
                     raise
-        finally:
-            self._streams.discard(stream)
+            finally:
+                self._streams.discard(stream)
 
     def stop(self) -> None:
         """End every stream after the response in progress."""
@@ -157,7 +153,8 @@ class DraftStream(StreamHandle):
         engine, padding = read_engine(hello), read_padding(hello)
         may_learn = self._has_right_to_learn(name)
         namespace = await self._stack.enter_async_context(self._namespaces.use_for_drafts(name, model))
-        session = Session(namespace, self._limits, engine, SHAPES.get(hello.draft_shape), padding)
+        counted = hello.counted if hello.HasField("counted") else None
+        session = Session(namespace, self._limits, engine, SHAPES.get(hello.draft_shape), padding, counted)
         self._stack.callback(session.close)
         self.namespace = namespace
         namespace.streams.add(self)
@@ -190,7 +187,7 @@ class DraftStream(StreamHandle):
             response = error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, message)
         else:
             response = session.answer(request, may_learn=may_learn)
-        self._streams.refused += response.HasField("error")
+        self._streams.refusals.total += response.HasField("error")
         return response
 
     def _has_right_to_learn(self, namespace: str) -> bool:
@@ -205,8 +202,8 @@ class DraftStream(StreamHandle):
 class DraftStreams:
     """All Draft streams of a service. Used by the event loop alone."""
 
-    def __init__(self, namespaces: Namespaces, access: AccessControl, limits: Limits) -> None:
-        self.all = OpenStreams(access, limits.streams, "streams")
+    def __init__(self, namespaces: Namespaces, access: AccessControl, limits: Limits, refusals: Refusals) -> None:
+        self.all = OpenStreams(access, limits.streams, "streams", refusals)
         self._namespaces, self._limits = namespaces, limits
 
     @asynccontextmanager
@@ -221,9 +218,9 @@ class DraftStreams:
 class FollowStreams:
     """All Follow streams of a service. Used by the event loop alone."""
 
-    def __init__(self, namespaces: Namespaces, access: AccessControl, most: int) -> None:
+    def __init__(self, namespaces: Namespaces, access: AccessControl, most: int, refusals: Refusals) -> None:
         """most: largest number of streams."""
-        self.all = OpenStreams(access, most, "followers")
+        self.all = OpenStreams(access, most, "followers", refusals)
         self._namespaces = namespaces
 
     async def follow(self, data: bytes, context: Context) -> AsyncGenerator[pb.FollowResponse, None]:

@@ -53,7 +53,7 @@ class DraftCounts(_message.Message):
     def __init__(self, hits: _Optional[int] = ..., by_source: _Optional[bytes] = ..., by_position: _Optional[bytes] = ..., by_age: _Optional[bytes] = ..., calibration: _Optional[bytes] = ..., unlearned_steps: _Optional[int] = ..., unlearned_tokens: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "client", "model", "namespace", "draft_shape", "step_sizes", "draft_lengths", "engine")
+    __slots__ = ("protocol", "client", "model", "namespace", "draft_shape", "step_sizes", "draft_lengths", "engine", "counted")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class Hello(_message.Message):
     STEP_SIZES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     client: str
     model: Model
@@ -70,7 +71,8 @@ class Hello(_message.Message):
     step_sizes: bytes
     draft_lengths: bytes
     engine: str
-    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., draft_shape: _Optional[_Union[DraftShape, str]] = ..., step_sizes: _Optional[bytes] = ..., draft_lengths: _Optional[bytes] = ..., engine: _Optional[str] = ...) -> None: ...
+    counted: ClientCounters
+    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., draft_shape: _Optional[_Union[DraftShape, str]] = ..., step_sizes: _Optional[bytes] = ..., draft_lengths: _Optional[bytes] = ..., engine: _Optional[str] = ..., counted: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "tokenizer", "adapter", "vocab_size", "vocabulary", "configuration")

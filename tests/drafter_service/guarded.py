@@ -79,7 +79,7 @@ class Guarded:
 
     def _method(self, right):
         async def answer(request, context):
-            async with answering(self.control, context) as authorized:
+            async with answering(self.control, context, lambda _: None) as authorized:
                 authorized.require(right, request.decode())
                 return authorized.caller.name.encode()
 

@@ -283,12 +283,14 @@ def _periods(samples: Sequence[Sample]) -> list[Period]:
 
 
 def _recent(samples: Sequence[Sample]) -> Recent | None:
-    """Return the changes in the last hour, or since the first sample; `samples` as from `_ordered`."""
-    if len(samples) < 2:
-        return None
+    """Return the changes since the first sample of the last hour, None without one; `samples` as from `_ordered`.
+
+    An older sample may be from before a time in which the service did not run.
+    """
     end = samples[-1]
-    older = [sample for sample in samples if sample.time <= end.time - RECENT_S]
-    begin = older[-1] if older else samples[0]
+    begin = next(sample for sample in samples if sample.time >= end.time - RECENT_S)
+    if begin is end:
+        return None
     seconds, change = end.time - begin.time, _change(begin, end)
     return Recent(
         seconds=seconds,

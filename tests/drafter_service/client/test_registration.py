@@ -6,6 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from drafter_service.client.sequences import RemoteSequence
+from drafter_service.stubs import drafter_pb2 as pb
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
 from tests.drafter_service.fake_server import FakeService
 from tests.replay import progress_of
@@ -319,13 +320,18 @@ def test_a_late_response_behind_much_text_does_not_count():
     assert wire.draft(progress_of({1: [1]}, limit=1)).tokens.tolist() == [2]
 
 
-def test_counters_are_sent_periodically():
+def test_counters_are_sent_periodically_and_a_new_stream_says_which_were_answered():
     wire = connected(counting)
+    assert wire.service.requests[0].hello.HasField("counted")
     start(wire.client, 1, [5])
-    wire.draft(progress_of({1: []}, limit=8), in_time=False)
-    wire.settle()
-    for _ in range(62):
-        wire.draft(progress_of({1: [5]}, limit=8))
-    assert wire.service.counters is None
-    wire.draft(progress_of({1: [5]}, limit=8))
-    assert (wire.service.counters.timeouts, wire.service.counters.dropped) == (1, 1)
+    for sent in (None, pb.ClientCounters(timeouts=1, dropped=1)):
+        wire.draft(progress_of({1: []}, limit=8), in_time=False)
+        wire.settle()
+        for _ in range(62):
+            wire.draft(progress_of({1: [5]}, limit=8))
+        assert wire.service.counters == sent
+        wire.draft(progress_of({1: [5]}, limit=8), in_time=sent is None)
+    assert wire.requests[-1].counters == pb.ClientCounters(timeouts=2, dropped=2)
+    wire.cut()
+    wire.connect()
+    assert wire.requests[-1].hello.counted == sent

@@ -200,6 +200,7 @@ def test_no_text_of_callers_reaches_the_log_of_the_service(socket_address):
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
         log = os.pread(process.log.fileno(), 1 << 20, 0).decode()
-    assert {"namespace loaded", "stream refused"} <= {json.loads(line)["event"] for line in log.splitlines()}
+    events = {json.loads(line)["event"] for line in log.splitlines()}
+    assert {"namespace loaded", "stream refused", "call refused"} <= events
     for secret in ("Holmes", "hound", "watson", key, str(token)):
         assert secret not in log

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.replication.events import Event, Kind, decode, encode
+from drafter_service.replication.events import Event, Kind, decode, encode, forgets, forgets_all
 from drafter_service.transport.wire import WireError, pack
 from tests.strategies import LARGEST, array, examples, tokens
 
@@ -48,8 +48,11 @@ def changed(**columns):
 @examples(30)
 @given(EVENTS, st.binary(max_size=8))
 def test_encoded_events_are_decoded_unchanged(events, writer):
-    entry = decode(encode(events, writer))
+    fields = encode(events, writer)
+    entry = decode(fields)
     assert (entry.writer, plain(entry.events)) == (writer, plain(events))
+    assert forgets(fields) == any(event.kind is not Kind.FINISHED for event in events)
+    assert forgets_all(fields) == (events[0].kind is Kind.DROPPED)
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS).map(str.encode), st.binary(max_size=64)), st.data())

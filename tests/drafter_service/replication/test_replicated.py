@@ -9,14 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import structlog
+from redis import Redis
 
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.replication.events import Event, Kind
 from drafter_service.replication.redis_stream import RedisStream, connect
-from drafter_service.replication.replicated import EVENTS_PER_TURN, ReplicatedNamespace
+from drafter_service.replication.replicated import EVENTS_PER_TURN, ReplicatedNamespace, Replication
+from drafter_service.server.namespaces import Namespaces
+from drafter_service.settings.tree import LogConfig
 from tests.drafter_service.guarded import run
 from tests.drafter_service.replication.replica import eventually, forgotten, replicas, request
-from tests.drafter_service.server.opened_namespaces import still_namespace
+from tests.drafter_service.server.opened_namespaces import UNKNOWN_MODEL, config_of, learned, still_namespace
 from tests.redis import running_redis
 from tests.strategies import array
 
@@ -135,3 +138,47 @@ async def test_other_tasks_run_while_the_log_is_learned(url):
             turns.append(0)
     assert max(turns) <= EVENTS_PER_TURN
     assert np.sum(turns) == 1001
+
+
+@run
+async def test_a_stored_namespace_is_loaded_only_if_the_log_forgets_text(url, tmp_path):
+    replication = Replication(LogConfig(url=url))
+    namespaces = Namespaces(config_of(tmp_path, fit=1), on_loaded=replication.add, on_unload=replication.remove)
+    async with replicas(url, 1, namespace="a") as (other,):
+        with Redis.from_url(url) as redis:
+
+            async def follow(*events, keep=None):
+                """Publish events, trim the log to some entries, and follow it; return what was logged."""
+                for event in events:
+                    await other.publish(event)
+                redis.xtrim("ssd:{default}:a", maxlen=99 if keep is None else keep, approximate=False)
+                with structlog.testing.capture_logs() as logged:
+                    await namespaces.follow_log(replication.forgets)
+                return [line["event"] for line in logged]
+
+            await other.publish(request("old"), request("kept"))
+            namespace = await learned(namespaces, "a")
+            await eventually(lambda: namespace.has_learned("kept"))
+            await namespaces.unload_idle(0)
+            loads = ["namespace loaded", "namespace unloaded"]
+            assert await follow(request("new")) == []
+            assert await follow(forgotten("old", 2.0)) == loads
+            assert await follow(request("newer")) == []
+            async with namespaces.use("b", UNKNOWN_MODEL):
+                failure = "stored namespace not updated from the shared log"
+                assert await follow(forgotten("new", 2.0)) == [failure], "there is no memory for it"
+            assert await follow() == ["namespace unloaded", *loads]
+            # Events of this kind may be among those that were trimmed, or lost.
+            assert await follow(request("x"), request("y"), keep=1) == [
+                loads[0],
+                "shared_log_trimmed_before_read",
+                loads[1],
+            ]
+            redis.delete("ssd:{default}:a")
+            assert await follow() == [loads[0], "shared_log_lost_entries", loads[1]]
+            assert await follow() == []
+            namespace = await learned(namespaces, "a")
+            known = [name for name in ("old", "kept", "new", "newer", "y") if namespace.has_learned(name)]
+            assert known == ["kept", "newer", "y"]
+    await namespaces.close()
+    await replication.stop()

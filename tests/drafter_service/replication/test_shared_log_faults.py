@@ -70,7 +70,8 @@ def lose_answer(monkeypatch, kind, method):
 @run
 async def test_a_redis_that_does_not_answer_is_reported_at_the_start(logged):
     replication = Replication(LogConfig(url="redis://127.0.0.1:1"))
-    await replication.start()
+    assert [await replication.answers() for _ in range(2)] == [False, False]
+    assert not replication.facts().is_connected
     await replication.stop()
     assert [(line["event"], line["log_level"], line["error"]) for line in logged] == [
         ("shared_log_unavailable", "warning", "ConnectionError")

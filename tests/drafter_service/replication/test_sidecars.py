@@ -6,10 +6,12 @@ from contextlib import ExitStack
 import pytest
 
 from drafter_service.settings.tree import LogConfig, SnapshotsConfig
+from drafter_service.transport.wire import pack
 from ssd.config import DrafterConfig
 from tests.drafter_service.raw import connected, eventually
 from tests.redis import running_redis
 from tests.servers import served, serving
+from tests.strategies import array
 
 TEXT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
 OTHER = [100 + token for token in TEXT]
@@ -29,14 +31,14 @@ def replica(redis, tmp_path):
     """
     with ExitStack() as services:
 
-        def start(name, *, in_thread=True):
+        def start(name, *, in_thread=True, save_s=300.0):
             folder = tmp_path / name
             folder.mkdir(exist_ok=True)
             address, snapshots = f"unix:{folder}/s", folder / "snapshots"
             service = services.enter_context(ExitStack())
             if in_thread:
-                parts = {"drafting": DRAFTING, "snapshots": SnapshotsConfig(snapshots), "log": LogConfig(redis.url)}
-                process = service.enter_context(serving(listen=address, **parts))
+                parts = {"drafting": DRAFTING, "snapshots": SnapshotsConfig(snapshots, save_s)}
+                process = service.enter_context(serving(listen=address, log=LogConfig(redis.url), **parts))
             else:
                 options = ("--capacity", "100k", "--snapshot-folder", str(snapshots), "--log", redis.url)
                 process = service.enter_context(served("--listen", address, *options))
@@ -83,6 +85,24 @@ def test_new_and_restarted_replicas_catch_up_without_duplicates(replica):
     assert namespace.tokens == len(TEXT) + len(OTHER) + 2
     log = json.loads(two.call("Report").json)["service"]["log"]
     assert (log["consumed_tokens"], log["duplicates"]) == (len(OTHER), 0)
+
+
+def test_a_namespace_that_a_replica_has_on_disk_only_follows_the_log(replica, tmp_path):
+    one, *_ = replica("one")
+    one.observe("shared", TEXT, OTHER, names=["first", "second"])
+    two, stop_two, _ = replica("two")
+    eventually(lambda: drafts(two) and drafts(two, OTHER))
+    stop_two()
+    two, *_ = replica("two", save_s=0.05)
+    path = tmp_path / "two" / "snapshots" / "shared" / "corpus.ssd"
+    assert pack(array(TEXT), "u4") in path.read_bytes()
+    one.call("Forget", namespace="shared", request_id="first")
+    eventually(lambda: pack(array(TEXT), "u4") not in path.read_bytes())
+    assert pack(array(OTHER), "u4") in path.read_bytes()
+    eventually(lambda: not two.call("ListNamespaces").namespaces[0].is_loaded)
+    one.call("DropNamespace", namespace="shared")
+    eventually(lambda: pack(array(OTHER), "u4") not in path.read_bytes())
+    assert json.loads(two.call("Report").json)["service"]["log"]["gaps"] == 0
 
 
 def test_acknowledged_texts_survive_kills_of_a_replica_and_of_redis(redis, replica):

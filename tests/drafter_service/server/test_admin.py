@@ -23,7 +23,7 @@ from ssd.config import DrafterConfig
 from ssd.corpus.sections import SnapshotError
 from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import batch, connected, counted, eventually, lost, start, texts
-from tests.drafter_service.server.opened_namespaces import draft_of, still_namespace
+from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened, still_namespace
 from tests.servers import serving
 from tests.strategies import array
 
@@ -141,12 +141,18 @@ def test_an_invalid_request_to_forget_is_refused(caller, name, what, message):
     assert message in details
 
 
+def refused_calls(caller):
+    return json.loads(caller.call("Report").json)["service"]["refused"]
+
+
 @pytest.mark.parametrize("method", ["Forget", "Report", "Snapshot", "DropNamespace"])
 @pytest.mark.parametrize("asked", ["unknown", "../unknown", "n" * 500])
 def test_an_unknown_namespace_is_refused_and_not_made(caller, method, asked):
     what = {"everything": True} if method == "Forget" else {}
+    before = refused_calls(caller)
     code, details = caller.refusal(method, namespace=asked, **what)
     assert code is INVALID_ARGUMENT
+    assert refused_calls(caller) == before + 1
     assert details == f"there is no namespace {asked[:200]!r}"
     assert asked not in [row.name for row in caller.call("ListNamespaces").namespaces]
 
@@ -275,6 +281,25 @@ async def test_without_a_folder_nothing_is_saved():
             await admin.snapshot(pb.SnapshotRequest(), EVERYBODY)
     assert not (await admin.forget(pb.ForgetRequest(namespace="a", everything=True), EVERYBODY)).snapshot_saved
     await namespaces.close()
+
+
+@run
+async def test_a_namespace_that_cannot_be_saved_does_not_keep_others_from_being_saved(tmp_path, monkeypatch):
+    async with opened(tmp_path) as namespaces:
+        admin, own = Admin(namespaces, lambda *_: None), namespaces.save
+        for name in "abcd":
+            await learned(namespaces, name, [1, 2])
+
+        async def save_after_a_drop(namespace):
+            if namespace.name == "b":
+                await namespaces.drop("c")
+            return await own(namespace)
+
+        monkeypatch.setattr(namespaces, "save", save_after_a_drop)
+        (tmp_path / "a").write_text("a file in place of its folder")
+        with pytest.raises(SnapshotError, match=r"^namespace 'a' is not saved: \[Errno 17\] File exists[^;]*$"):
+            await admin.snapshot(pb.SnapshotRequest(), EVERYBODY)
+        assert sorted(path.parent.name for path in tmp_path.glob("*/corpus.ssd")) == ["b", "d"]
 
 
 @run

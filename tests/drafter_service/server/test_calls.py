@@ -10,6 +10,7 @@ from drafter_service.server import calls
 from drafter_service.server.calls import LARGE_BYTES, MAX_LARGE_CALLS, unary_method
 from drafter_service.stubs import drafter_pb2 as pb
 from tests.drafter_service.guarded import run
+from tests.drafter_service.server.opened_namespaces import raising
 
 SMALL = pb.ReportRequest(namespace="n")
 LARGE = pb.ReportRequest(namespace="n" * LARGE_BYTES)
@@ -38,7 +39,7 @@ async def reports(*messages):
         received.append(message)
         yield message.SerializeToString()
 
-    handler = unary_method(None, method, pb.ReportRequest)
+    handler = unary_method(None, method, pb.ReportRequest, raising(AssertionError))
     tasks = [asyncio.create_task(handler.stream_unary(sent(message), CONTEXT)) for message in messages]
     while len(received) < min(len(messages), MAX_LARGE_CALLS):
         await asyncio.sleep(0)
@@ -78,8 +79,10 @@ async def never():
 @run
 async def test_a_call_without_a_message_is_refused(monkeypatch, messages, refusal):
     monkeypatch.setattr(calls, "RECEIVE_LIMIT_S", 0.0)
-    handler = unary_method(None, None, pb.ReportRequest)
+    reasons = []
+    handler = unary_method(None, None, pb.ReportRequest, reasons.append)
     for _ in range(2 * MAX_LARGE_CALLS):
         with pytest.raises(AbortError) as refused:
             await handler.stream_unary(messages(), CONTEXT)
         assert refused.value.args == (grpc.StatusCode.INVALID_ARGUMENT, refusal)
+    assert [str(reason) for reason in reasons] == [refusal] * 2 * MAX_LARGE_CALLS

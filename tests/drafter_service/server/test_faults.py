@@ -335,7 +335,8 @@ def test_a_full_disk_only_prevents_snapshots(service):
         caller.observe("full", counted(200))
         code, message = caller.refusal("Snapshot", namespace="full")
         assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert message == f"{path}: cannot be written: File too large; free space or save elsewhere"
+        reason = f"{path}: cannot be written: File too large; free space or save elsewhere"
+        assert message == f"namespace 'full' is not saved: {reason}"
         # The text is forgotten, but the error reports that the disk still has it.
         assert caller.refusal("Forget", namespace="full", request_id="r")[0] is grpc.StatusCode.FAILED_PRECONDITION
         assert path.read_bytes() == old

@@ -52,6 +52,8 @@ async def test_a_saved_namespace_is_restored_after_a_restart(tmp_path):
         assert not again.is_changed
         assert draft_of(again, [1, 2, 3], 1) == [4]
         assert (again.stats.committed, again.clients.timeouts, again.duplicates) == (2, 5, 1)
+        assert again.learn(array([6, 7]), None)
+        assert again.facts().corpus.learned_tokens == 6
         assert again.history.samples[0].time == 100.0
         assert again.restored_position == "12-3"
         # Text of a known name is not learned again.

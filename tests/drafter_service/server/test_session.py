@@ -327,14 +327,17 @@ def test_clients_counters_are_summed(namespace):
     report(first, timeouts=5, dropped=3)
     report(second, timeouts=10)
     assert (namespace.clients.timeouts, namespace.clients.dropped) == (15, 3)
-    # A client that has reconnected sent most of these totals before.
+    # A client that has reconnected sent most of these totals before, and may say which.
+    counted = pb.ClientCounters(timeouts=10, reconnects=1)
+    report(Session(namespace, Limits(), other, counted=counted), timeouts=5000, dropped=1, reconnects=2)
+    assert (namespace.clients.timeouts, namespace.clients.dropped, namespace.clients.reconnects) == (5005, 4, 1)
     again = Session(namespace, Limits(), one)
     report(again, timeouts=4, dropped=3, reconnects=2)
     report(again, timeouts=6, dropped=3, reconnects=2)
-    assert (namespace.clients.timeouts, namespace.clients.dropped, namespace.clients.reconnects) == (17, 3, 1)
+    assert (namespace.clients.timeouts, namespace.clients.dropped, namespace.clients.reconnects) == (5007, 4, 2)
     # Steps whose responses came later were counted with their requests.
     late = {engine: (use.late_steps, use.engine_steps) for engine, use in namespace.facts().uses.items()}
-    assert late == {one: (7, 4), other: (10, 10)}
+    assert late == {one: (7, 4), other: (5000, 4999)}
 
 
 def test_a_failure_of_the_drafter_is_not_an_unknown_sequence(session, monkeypatch):

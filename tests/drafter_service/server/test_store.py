@@ -59,7 +59,7 @@ def test_a_description_is_read_back(store):
     (store.folder / "c" / DESCRIPTION).write_text('{"name": "c", "model": {}, "history": [[1, 2]]}')
     kept = read(store, "c")
     assert (kept.clients, kept.log_position, kept.samples(), kept.forgotten) == (ClientTotals(), None, [], {})
-    assert store.known == {"a": KnownNamespace(description().model, description().tokens)}
+    assert store.known == {"a": KnownNamespace(description().model, description().tokens, description().log_position)}
 
 
 DAMAGED = ("[]", '{"a": 1}', '{"1": null}', '{"1": NaN}', '{"1": 1e999}', '{"1.5": 1}')

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from drafter_service.auth.callers import access_control
+from drafter_service.server.calls import Refusals
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import AccessConfig, Limits, ServiceConfig
@@ -280,7 +281,8 @@ async def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is
 
     context = SimpleNamespace(invocation_metadata=list, auth_context=dict, abort=abort)
     namespaces = Namespaces(config)
-    streams = DraftStreams(namespaces, access_control(config.access), config.limits)
+    refusals = Refusals()
+    streams = DraftStreams(namespaces, access_control(config.access), config.limits, refusals)
     is_sending, is_sent, no_more = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def requests():
@@ -311,3 +313,4 @@ async def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is
     else:
         assert ended.exception() is None
     assert not streams.all._streams
+    assert refusals.total == 0

@@ -177,6 +177,13 @@ def test_recent_is_the_last_hour():
     assert fields(known.corpus, "turnover_s turnovers occupancy") == pytest.approx(expected)
 
 
+def test_recent_begins_after_a_time_in_which_the_service_did_not_run():
+    before, after = at(NOW - 3 * HOUR), at(NOW - HOUR / 6, steps=100, committed=100)
+    for samples, seconds in (([before, after], HOUR / 6), ([before], None)):
+        recent = only(history=history_of(*samples), stats=counted((110, 136, 5))).recent
+        assert (recent and recent.seconds) == seconds
+
+
 def test_counters_and_clocks_that_were_set_back_make_no_negative_periods():
     history = history_of(at(NOW - 20, steps=1000, committed=3000, hits=900, drafted=5000, accepted=2000))
     stats = counted((5, 10, 1))
