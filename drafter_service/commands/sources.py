@@ -140,8 +140,8 @@ def new_excerpts(reading: Reading, shown: set[str]) -> Iterator[str]:
         if name not in shown:
             shown.add(name)
             excerpts = "".join(f"\n    {_excerpt(output, reading)}" for output in sample.outputs)
-            place = printable(sample.place)
-            yield f"{name}, from {place}: {sample.documents:,} documents found, with outputs such as{excerpts}"
+            first = printable(f"{sample.first.place} (name {sample.first.name})")
+            yield f"{name}, from {first}: {sample.documents:,} documents found, with outputs such as{excerpts}"
 
 
 def _excerpt(output: Part, reading: Reading) -> str:

@@ -42,7 +42,8 @@ class Origin(NamedTuple):
 class Item(NamedTuple):
     """A document, perhaps not tokenized yet."""
 
-    name: str
+    place: str
+    """FILE:NUMBER of its record, for messages."""
     prompt: Part | None
     """The last part of the prompt, or the whole prompt with `Reading.for_replay`."""
     output: Part
@@ -52,6 +53,8 @@ class Item(NamedTuple):
     """When it was first learned, in seconds since 1970; NaN: now."""
     tag: int = NO_TAG
     """Tag of a rollout, see `ssd.corpus.rollout.Rollout.tag`."""
+    name: str = ""
+    """Name by which it is forgotten, and recognized when it is loaded again; see `Reading.named`."""
 
     @property
     def nbytes(self) -> int:
@@ -147,8 +150,8 @@ class Faults:
 class Sample:
     """Documents of one format. One thread adds them, any may read them."""
 
-    place: str
-    """Name of the first one."""
+    first: Item
+    """The first one, without its text."""
     documents: int = 0
     outputs: list[Part] = field(default_factory=list)
     """The beginnings of the first ones."""

@@ -69,7 +69,7 @@ def read_json_lines(opened: Opened, reading: Reading) -> Iterator[Record]:
     """Yield the values of each line. Elements of arrays are records, except those of lists of messages."""
     for first, block in line_blocks(opened, reading, reading.block_bytes, MAX_JSON, JSON_TOO_LONG):
         for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), first):
-            place = f"{opened.label}:{number}"
+            place = f"{opened.file.name}:{number}"
             try:
                 value = orjson.loads(line)
             except orjson.JSONDecodeError:
@@ -103,7 +103,7 @@ def line_blocks(opened: Opened, reading: Reading, size: int, most: int, too_long
         if is_too_long:
             while (rest := stream.readline(most)) and not rest.endswith(b"\n"):
                 pass
-            reading.faults.record(too_long, f"{opened.label}:{number}")
+            reading.faults.record(too_long, f"{opened.file.name}:{number}")
             number += 1
 
 
@@ -248,10 +248,10 @@ class JsonText:
 
     def _record(self, value: object) -> Record:
         self._number += 1
-        return Record(value, f"{self._opened.label}:{self._number}")
+        return Record(value, f"{self._opened.file.name}:{self._number}")
 
     def _unread(self, reason: str, *, breaks_streams: bool) -> Record:
-        return Record(Unread(reason, breaks_streams), f"{self._opened.label}:{self._number + 1}")
+        return Record(Unread(reason, breaks_streams), f"{self._opened.file.name}:{self._number + 1}")
 
     # --- The window
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
 from drafter_service.client.chat_template import RefusedMessagesError, load_chat_template
 from drafter_service.client.tokenizer import TextTokenizer
-from drafter_service.ingest.answers import Found
-from drafter_service.ingest.chats import Chat, Message, Reply, plain_text
+from drafter_service.ingest.answers import Found, Output
+from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, plain_text
 from drafter_service.ingest.documents import (
     NO_TOKENIZER,
     NO_TOKENS,
@@ -35,6 +37,8 @@ BLOCK_BYTES = 1 << 20
 PREFIX_TOKENS = DrafterConfig.learned_prompt_tokens
 PREFIX_CHARS = 32 * PREFIX_TOKENS
 """Number of last characters of a prompt in which `PREFIX_TOKENS` tokens fit. Tokenizing whole prompts is slow."""
+COUNTER = re.compile(r"((chat)?cmpl-)?\w{1,4}", re.ASCII)
+"""Ids that are not unique: Ollama's and KoboldCpp's, and numbers of requests that each run of a program counts anew."""
 REFUSED = "messages that the model's chat template refuses"
 
 
@@ -109,6 +113,10 @@ class Reading:
     faults: Faults = field(default_factory=Faults)
     samples: dict[str, Sample] = field(default_factory=dict)
     """Documents by format."""
+    digests: dict[int, int] = field(default_factory=dict)
+    """By the hash of an id, the digest of the first document that has it."""
+    counts: Counter[int] = field(default_factory=Counter)
+    """Number of documents without an id, by their digest."""
 
     def items_of(self, read: Read) -> list[Item]:
         """Return the documents of a record, and count what is left out of it."""
@@ -118,9 +126,8 @@ class Reading:
         origin = self._origin(read) if self.for_replay else None
         items = []
         for index, found in enumerate(read.outputs):
-            name = found.request or place
             try:
-                items.append(self._item(found, f"{name}/{index}" if index else name, origin))
+                items.append(self._item(found, place, origin)._replace(name=self._name(found, index)))
             except RecordError as problem:
                 self.faults.record(str(problem), place)
         self.sample(read.format, items)
@@ -129,7 +136,7 @@ class Reading:
     def sample(self, name: str, items: Sequence[Item]) -> None:
         """Count documents of a format, and keep the first ones."""
         if items:
-            self.samples.setdefault(name, Sample(items[0].name)).add(items)
+            self.samples.setdefault(name, Sample(items[0]._replace(prompt=None, output=""))).add(items)
 
     def prefix_of(self, prompt: np.ndarray) -> np.ndarray:
         """Return the tokens of a prompt to learn, as a copy that does not keep the others in memory."""
@@ -142,13 +149,38 @@ class Reading:
         # With prompts of one length they are answers to the same prompt.
         return origin._replace(session=read.record.place) if origin.session is None and len(lengths) > 1 else origin
 
-    def _item(self, found: Found, name: str, origin: Origin | None) -> Item:
+    def named(self, item: Item) -> Item:
+        """Return an item that is no record with its name."""
+        return item if item.name else item._replace(name=self._by_content(_digest_of(item.prompt, item.output)))
+
+    def _name(self, found: Found, index: int) -> str:
+        """Return the id of a request, followed by a digest if another document of this load has it; by content without.
+
+        index: number of the output among those of its record.
+        """
+        digest = _digest_of(found.prompt, found.output)
+        if found.request is None or COUNTER.fullmatch(found.request):
+            return self._by_content(digest)
+        name = f"{found.request}/{index}" if index else found.request
+        is_first = self.digests.setdefault(hash(name), digest) == digest
+        return name if is_first else f"{name}#{digest:016x}"
+
+    def _by_content(self, digest: int) -> str:
+        """Return the name of a document without an id: the same one in each load, and another for each equal document.
+
+        So a log that was moved or has grown is recognized, and new text at the place of known text is learned.
+        """
+        number = self.counts[digest]
+        self.counts[digest] += 1
+        return f"{digest:016x}/{number}" if number else f"{digest:016x}"
+
+    def _item(self, found: Found, place: str, origin: Origin | None) -> Item:
         output = found.output
         if isinstance(output, Reply):
             chat = found.prompt if isinstance(found.prompt, Chat) else None
             texts = self.vocabulary.chat if self.vocabulary else None
             output = texts.reply_text(chat, output.message) if texts else plain_text(output.message)
-        return Item(name, self._prompt(found.prompt), output, origin)
+        return Item(place, self._prompt(found.prompt), output, origin)
 
     def _prompt(self, prompt: Part | Chat | None) -> Part | None:
         if isinstance(prompt, np.ndarray):
@@ -159,6 +191,30 @@ class Reading:
         return text if self.for_replay else text[-PREFIX_CHARS:]
 
 
+def _digest_of(prompt: Part | Chat | None, output: Output) -> int:
+    """Return a 64-bit digest of an output and the end of its prompt, as the log has them.
+
+    Texts that a chat template renders may have the date.
+    """
+    if isinstance(prompt, Chat):
+        prompt = "\n".join(map(plain_text, _end_of(prompt.messages)))
+    digest = blake2b(digest_size=8)
+    prompt = None if prompt is None else prompt[-(PREFIX_CHARS if isinstance(prompt, str) else PREFIX_TOKENS) :]
+    for part in (prompt, plain_text(output.message) if isinstance(output, Reply) else output):
+        data = part.tobytes() if isinstance(part, np.ndarray) else (part or "").encode(errors="surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return int.from_bytes(digest.digest())
+
+
+def _end_of(messages: list[Message]) -> list[Message]:
+    """Return the last messages, from one of the assistant on, that have `PREFIX_CHARS` characters; else all."""
+    first, chars = len(messages), 0
+    while first and (chars < PREFIX_CHARS or messages[first]["role"] != ASSISTANT):
+        first -= 1
+        chars += len(messages[first]["content"])
+    return messages[first:]
+
+
 def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np.ndarray, np.ndarray]]:
     """Yield the items that have output tokens, with their prompts (maybe empty) and outputs, uint32 [N] each.
 
@@ -167,7 +223,7 @@ def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np
     if reading.vocabulary is None:
         for item in items:
             if isinstance(item.output, str):
-                reading.faults.record(NO_TOKENIZER, item.name)
+                reading.faults.record(NO_TOKENIZER, item.place)
         items = [item for item in items if not isinstance(item.output, str)]
     texts = [part for item in items for part in (item.prompt, item.output) if isinstance(part, str)]
     encoded = iter(reading.vocabulary.encode(texts) if reading.vocabulary else ())
@@ -177,7 +233,7 @@ def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np
         if len(output):
             yield item, output[:0] if prompt is None else prompt, output
         else:
-            reading.faults.record(NO_TOKENS, item.name)
+            reading.faults.record(NO_TOKENS, item.place)
 
 
 def encode(items: Sequence[Item], reading: Reading) -> Documents:

@@ -62,7 +62,7 @@ def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
     number = 0
     while True:
         number += 1
-        place = f"{opened.label}:{number}"
+        place = f"{opened.file.name}:{number}"
         if number % MAX_ROWS == 0:
             opened.advance()
         try:
@@ -107,7 +107,7 @@ def read_parquet(opened: Opened, reading: Reading) -> Iterator[Record]:
         row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
         at_once = min(MAX_ROWS, max(1, reading.block_bytes // row_bytes))
         for batch in file.iter_batches(at_once, row_groups=[index], columns=columns):
-            yield from _records(batch, opened.label, row)
+            yield from _records(batch, opened.file.name, row)
             row += batch.num_rows
             opened.bytes_read = opened.file.size * row // file.metadata.num_rows
 
@@ -134,7 +134,7 @@ def read_arrow(opened: Opened, _: Reading) -> Iterator[Record]:
     row = 0
     for batch in _pyarrow("ipc").open_stream(opened.data):
         for first in range(0, batch.num_rows, MAX_ROWS):
-            yield from _records(batch.slice(first, MAX_ROWS), opened.label, row + first)
+            yield from _records(batch.slice(first, MAX_ROWS), opened.file.name, row + first)
         row += batch.num_rows
         opened.advance()
 

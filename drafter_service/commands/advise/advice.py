@@ -251,7 +251,7 @@ def _notes(recording: Recording, facts: LogFacts, trial: Trial, profile: CostPro
     if facts.backwards and recording.has_times:
         notes.append(f"requests that were out of order, and were sorted by time: {facts.backwards:,}")
     if facts.repeated_names:
-        notes.append(f"requests with the id of an earlier one, though ids should be unique: {facts.repeated_names:,}")
+        notes.append(f"requests with the id and the text of an earlier one: {facts.repeated_names:,}")
     if not recording.prompt_lengths.any():
         notes.append("no request has a prompt, so drafts from prompts are missing from these figures")
     if not recording.has_times:

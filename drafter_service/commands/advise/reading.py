@@ -37,7 +37,7 @@ class LogFacts:
     backwards: int = 0
     """Requests that are earlier than the one before them in the log."""
     repeated_names: int = 0
-    """Requests whose id an earlier request has."""
+    """Requests with the id and the text of an earlier one."""
 
 
 def read_requests(
