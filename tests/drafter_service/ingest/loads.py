@@ -16,12 +16,12 @@ from drafter_service.ingest.documents import Totals
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.json_text import JSON_CUT, NOT_JSON, NOT_UTF8
 from drafter_service.ingest.reading import PREFIX_TOKENS, Reading, Vocabulary, tokenize
-from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
+from drafter_service.ingest.tables import BAD_ROW, LOST_LINE, NO_HEADER
 
 RECORDS = [{"prompt_token_ids": list(range(100)), "token_ids": [7, index]} for index in range(50)]
 LEARNED = [[*range(100 - PREFIX_TOKENS, 100), 7, index] for index in range(50)]
 REFUSED = "refused"
-REASONS = {BAD_ROW, BINARY, EMPTY, JSON_CUT, NO_HEADER, NO_RECORDS, NOT_JSON, NOT_TEXT, NOT_UTF8}
+REASONS = {BAD_ROW, BINARY, EMPTY, JSON_CUT, LOST_LINE, NO_HEADER, NO_RECORDS, NOT_JSON, NOT_TEXT, NOT_UTF8}
 MODEL = Path(__file__).parents[3] / "engine" / "models" / "assets" / "stdlib-7m"
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"

@@ -13,6 +13,7 @@ import fsspec
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -34,7 +35,7 @@ from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
 from drafter_service.ingest.json_text import NOT_UTF8
 from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import PREFIX_TOKENS, Reading
-from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
+from drafter_service.ingest.tables import BAD_ROW, LOST_LINE, NO_HEADER
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
@@ -75,7 +76,17 @@ from tests.drafter_service.ingest.loads import (
             {},
         ),
         ("a.csv", "completion\n\"{'a': code}\"\n\"{'b': 1\"\n", ["{'a': code}", "{'b': 1"], {}),
-        ("a.csv", 'prompt,completion\na,"one\nb,two\n', [], {BAD_ROW: 1}),
+        ("a.csv", 'prompt,completion\na,"one\nb,two\nc,d', [], {BAD_ROW: 1, LOST_LINE: 2}),
+        ("a.csv", 'prompt,completion\nq,"[1, 2]"\nr,"{""answer"": ""a""}"\n', ["[1, 2]", '{"answer": "a"}'], {}),
+        (
+            "a.csv",
+            'chosen\n"[{""role"": ""user"", ""content"": ""q""}, {""role"": ""assistant"", ""content"": ""a""}]"\n',
+            ["a"],
+            {},
+        ),
+        ("a.csv", "completion\n\"{'answer': 'a'}\"\n", ["{'answer': 'a'}"], {}),
+        ("a.csv", 'id,choices\n1,"[{""text"": ""one""}]"\n', ["one"], {}),
+        ("a.csv", "response\n\"{'choices': [{'text': 'one'}]}\"\n", ["one"], {}),
         ("a.csv", 'prompt,completion\na,"o"ne\nb,two\nc,d,e\nf\n', ["two"], {BAD_ROW: 2, REFUSED: 1}),
         ("a.csv", "prompt,completion\na,\udcff\nb,two\n", ["two"], {NOT_UTF8: 1}),
         ("a.csv", "What is it?,1\nNo,2\n", [], {NO_HEADER: 1}),
@@ -93,6 +104,17 @@ def test_csv(tmp_path, name, content, outputs, faults):
 def test_numbers_in_a_column_that_the_user_names_are_read(tmp_path):
     (tmp_path / "a.csv").write_text("question,answer\n6+1,7\n6+2,8\n6+3,9\n")
     assert outputs_in(tmp_path / "a.csv", fields=("question", "answer")) == (["7", "8", "9"], {})
+
+
+@pytest.mark.parametrize("write", [lambda table, path: pa.csv.write_csv(table, path), pq.write_table])
+def test_json_in_a_column_that_the_user_names_is_what_the_model_wrote(tmp_path, vocabulary, write):
+    """And messages in the columns of the prompt are messages."""
+    chat = orjson.dumps([{"role": "user", "content": "import"}]).decode()
+    write(pa.table({"asked": [chat, "[1, 2]"], "said": ['{"text": "a"}', '["b"]']}), tmp_path / "a.csv")
+    reading = Reading(vocabulary, ("asked", "said"))
+    (batch,) = containers.read_batches(list_files([str(tmp_path / "a.csv")]), reading)
+    assert [item.output for item in batch.items] == ['{"text": "a"}', '["b"]']
+    assert [item.prompt for item in batch.items] == ["<|user|>import<|end|><|assistant|>", "[1, 2]"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "groups", "file", "stream", "cut"])
