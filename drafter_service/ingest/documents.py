@@ -172,7 +172,9 @@ ENDED = words("end_time endTime ended_at finished_at completed_at completedAt re
 SECONDS, MILLISECONDS = words("latency latency_s duration duration_s"), ("latency_ms", "duration_ms")
 """Fields with the duration of a request."""
 USERS = words("user user_id userId end_user safety_identifier")
-SESSIONS = words("session_id sessionId session conversation_id chat_id thread_id trace_id traceId")
+SESSIONS = words(
+    "session_id sessionId session conversation_id conversationId chat_id chatId thread_id threadId trace_id traceId"
+)
 PLACES = ("request", "body", "response", "metadata")
 """Fields with objects that may have these, too."""
 ORIGIN_FIELDS = frozenset((*BEGAN, *ENDED, *SECONDS, *MILLISECONDS, *USERS, *SESSIONS, "metadata"))

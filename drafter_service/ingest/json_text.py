@@ -199,6 +199,11 @@ class JsonText:
                 reason, line = str(problem), self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
                 if reason == JSON_CUT:
                     self._is_cut = True
+                elif is_only and reason == JSON_TOO_LONG:
+                    yield from self._object()
+                    if self._number == 0:
+                        yield self._unread(reason, breaks_streams=False)
+                    continue
                 elif reason != NOT_JSON or not IGNORED.match(line.encode(errors="replace")):
                     yield self._unread(reason, breaks_streams="{" in line)
                 if is_only and reason != NOT_JSON:
