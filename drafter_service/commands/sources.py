@@ -83,6 +83,8 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
     for text in [] if quiet else new_excerpts(reading, set()):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"files: {listed(reading.kinds)}\ndocuments: {listed(counts_of(reading))}\n{note}", markup=False)
+    if reading.note:
+        console.print(f"note: {reading.note}", markup=False)
     if reading.faults.by_reason:
         console.print(skipped_table(reading.faults))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy as np
 from drafter_service.client.chat_template import RefusedMessagesError, load_chat_template
 from drafter_service.client.tokenizer import TextTokenizer
 from drafter_service.ingest.answers import Found, Output
-from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, plain_text
+from drafter_service.ingest.chats import ASSISTANT, SYSTEM, USER, Chat, Message, Reply, plain_text
 from drafter_service.ingest.documents import (
     NO_TOKENIZER,
     NO_TOKENS,
@@ -42,6 +44,11 @@ COUNTER = re.compile(r"((chat)?cmpl-)?\w{1,4}", re.ASCII)
 REFUSED = "messages that the model's chat template refuses"
 
 
+THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
+"""Beginning of the reasoning, or an empty one, at the end of prompts, which some templates do not render in answers."""
+THOUGHT_TAG = re.compile(r"</?think>(\s*)$")
+
+
 class Vocabulary(TextTokenizer):
     """Tokenizer and chat template of one model. Any thread may use it."""
 
@@ -56,8 +63,10 @@ class ChatFormatter:
 
     def __init__(self, folder: Path) -> None:
         self.note: str | None = None
-        """Message to the user, once messages were concatenated because there is no template."""
+        """Message to the user, once texts are not those of a template."""
         self._template, self._problem = None, f"{folder} has no chat template"
+        self._unrendered = 0
+        """Number of answers that the template cannot render."""
         try:
             self._template = load_chat_template(folder)
         except UserError as problem:
@@ -70,15 +79,51 @@ class ChatFormatter:
             return "".join(f"{plain_text(message)}\n" for message in chat.messages)
         return self._render(chat, True)
 
+    def prompt_end(self, chat: Chat) -> str:
+        """Return the last `PREFIX_CHARS` characters of `prompt_text` in a time that does not grow with the chat."""
+        try:
+            return self.prompt_text(_shortened(chat))[-PREFIX_CHARS:]
+        except RecordError:
+            return self.prompt_text(chat)[-PREFIX_CHARS:]
+
     def reply_text(self, chat: Chat | None, message: Message) -> str:
-        """Return the text that the model wrote if it was parsed as `message` after `chat`. Raises RecordError."""
-        if self._template is None or chat is None:
+        """Return the text that the model wrote if it was parsed as `message` after `chat`, or after any chat if None.
+
+        Reasoning that the template does not render is put before the rest. If it does not render a call, or refuses the
+        message, the text is that without a template.
+        """
+        if self._template is None:
             return plain_text(message)
-        prompt = self._render(chat, True)
-        whole = self._render(chat._replace(messages=[*chat.messages, message]), False)
-        text = whole[len(prompt) :] if whole.startswith(prompt) else ""
-        # Some templates leave out the reasoning, which the model wrote nevertheless.
-        return text if text and message.get("reasoning_content", "").strip() in text else plain_text(message)
+        thoughts = message.get("reasoning_content", "").strip()
+        bare = {name: value for name, value in message.items() if name != "reasoning_content"}
+        # gpt-oss's template has another name for the reasoning, and refuses it beside a text and calls.
+        for answer in ({**message, "thinking": thoughts}, bare) if thoughts else (bare,):
+            prompt, text = self._answer(chat or Chat([{"role": USER, "content": ""}]), answer)
+            if not text or not _has_calls(text, message, thoughts):
+                continue
+            if thoughts in text:
+                return text
+            if answer is bare:
+                tag = THOUGHT_TAG.search(prompt)
+                line = "\n" if tag is None or tag[1] else ""
+                end = f"{line}</think>{2 * line}" if tag else 2 * line
+                return f"{thoughts}{end}{text.removeprefix('</think>')}"
+        self._unrendered += 1
+        self.note = (
+            "answers with reasoning or calls that the chat template does not render: "
+            f"{self._unrendered:,}; they are read as text and JSON"
+        )
+        return plain_text(message)
+
+    def _answer(self, chat: Chat, message: Message) -> tuple[str, str]:
+        """Return the prompt, or one that ends like it, and the text of an answer to it; "" if there is none."""
+        for each in (_shortened(chat), chat):
+            with suppress(RecordError):
+                prompt = self._render(each, True)
+                whole = self._render(each._replace(messages=[*each.messages, message]), False)
+                before = prompt if whole.startswith(prompt) else THOUGHT.sub("", prompt)
+                return prompt, whole[len(before) :] if whole.startswith(before) else ""
+        return "", ""
 
     def _render(self, chat: Chat, for_answer: bool) -> str:
         assert self._template is not None
@@ -91,6 +136,13 @@ class ChatFormatter:
             )
         except RefusedMessagesError:  # Its message may contain text of users.
             raise RecordError(REFUSED) from None
+
+
+def _has_calls(text: str, message: Message, thoughts: str) -> bool:
+    """Return whether a rendered text has the name of each call of a message, beside its content and reasoning."""
+    rest = text.replace(thoughts, "", 1).replace(message["content"].strip(), "", 1)
+    names = [re.escape(call["function"]["name"]) for call in message.get("tool_calls", ())]
+    return all(re.search(rf"(?<!\w){name}(?!\w)", rest) for name in names)
 
 
 @dataclass(frozen=True)
@@ -117,6 +169,11 @@ class Reading:
     """By the hash of an id, the digest of the first document that has it."""
     counts: Counter[int] = field(default_factory=Counter)
     """Number of documents without an id, by their digest."""
+
+    @property
+    def note(self) -> str | None:
+        """Message to the user about what was read."""
+        return self.vocabulary.chat.note if self.vocabulary else None
 
     def items_of(self, read: Read) -> list[Item]:
         """Return the documents of a record, and count what is left out of it."""
@@ -175,20 +232,22 @@ class Reading:
         return f"{digest:016x}/{number}" if number else f"{digest:016x}"
 
     def _item(self, found: Found, place: str, origin: Origin | None) -> Item:
-        output = found.output
+        prompt, output = self._prompt(found.prompt), found.output
         if isinstance(output, Reply):
             chat = found.prompt if isinstance(found.prompt, Chat) else None
             texts = self.vocabulary.chat if self.vocabulary else None
             output = texts.reply_text(chat, output.message) if texts else plain_text(output.message)
-        return Item(place, self._prompt(found.prompt), output, origin)
+        return Item(place, prompt, output, origin)
 
     def _prompt(self, prompt: Part | Chat | None) -> Part | None:
         if isinstance(prompt, np.ndarray):
             return self.prefix_of(prompt)
         if prompt is None or self.vocabulary is None:
             return None
-        text = self.vocabulary.chat.prompt_text(prompt) if isinstance(prompt, Chat) else prompt
-        return text if self.for_replay else text[-PREFIX_CHARS:]
+        if isinstance(prompt, Chat):
+            chats = self.vocabulary.chat
+            return chats.prompt_text(prompt) if self.for_replay else chats.prompt_end(prompt)
+        return prompt if self.for_replay else prompt[-PREFIX_CHARS:]
 
 
 def _digest_of(prompt: Part | Chat | None, output: Output) -> int:
@@ -213,6 +272,19 @@ def _end_of(messages: list[Message]) -> list[Message]:
         first -= 1
         chars += len(messages[first]["content"])
     return messages[first:]
+
+
+def _shortened(chat: Chat) -> Chat:
+    """Return a chat without the messages that are not in the last `PREFIX_CHARS` characters of its text.
+
+    It keeps what templates expect: a system prompt, and a message of the user, which may have the tools, before the
+    first one of the assistant.
+    """
+    last = _end_of(chat.messages)
+    others = chat.messages[: len(chat.messages) - len(last)]
+    system = takewhile(lambda message: message["role"] in (SYSTEM, "developer"), others)
+    user = (message for message in others if message["role"] == USER)
+    return chat._replace(messages=[*system, *islice(user, 1), *last]) if others else chat
 
 
 def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np.ndarray, np.ndarray]]:

@@ -248,6 +248,8 @@ def _notes(recording: Recording, facts: LogFacts, trial: Trial, profile: CostPro
         )
     if facts.faults.count:
         notes.append(f"records that could not be read: {facts.faults.count:,}: {facts.faults.summary}")
+    if facts.note:
+        notes.append(facts.note)
     if facts.backwards and recording.has_times:
         notes.append(f"requests that were out of order, and were sorted by time: {facts.backwards:,}")
     if facts.repeated_names:
