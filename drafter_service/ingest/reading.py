@@ -42,8 +42,6 @@ PREFIX_CHARS = 32 * PREFIX_TOKENS
 COUNTER = re.compile(r"((chat)?cmpl-)?\w{1,4}", re.ASCII)
 """Ids that are not unique: Ollama's and KoboldCpp's, and numbers of requests that each run of a program counts anew."""
 REFUSED = "messages that the model's chat template refuses"
-
-
 THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
 """Beginning of the reasoning, or an empty one, at the end of prompts, which some templates do not render in answers."""
 THOUGHT_TAG = re.compile(r"</?think>(\s*)$")
@@ -80,34 +78,19 @@ class ChatFormatter:
         return self._render(chat, True)
 
     def prompt_end(self, chat: Chat) -> str:
-        """Return the last `PREFIX_CHARS` characters of `prompt_text` in a time that does not grow with the chat."""
-        try:
-            return self.prompt_text(_shortened(chat))[-PREFIX_CHARS:]
-        except RecordError:
-            return self.prompt_text(chat)[-PREFIX_CHARS:]
+        """Return the last `PREFIX_CHARS` characters of `prompt_text`, in a time that does not grow with the chat."""
+        return self._shortened(chat)[1][-PREFIX_CHARS:]
 
     def reply_text(self, chat: Chat | None, message: Message) -> str:
         """Return the text that the model wrote if it was parsed as `message` after `chat`, or after any chat if None.
 
-        Reasoning that the template does not render is put before the rest. If it does not render a call, or refuses the
-        message, the text is that without a template.
+        If the template does not render a call, or refuses the messages, it is the text without a template.
         """
         if self._template is None:
             return plain_text(message)
-        thoughts = message.get("reasoning_content", "").strip()
-        bare = {name: value for name, value in message.items() if name != "reasoning_content"}
-        # gpt-oss's template has another name for the reasoning, and refuses it beside a text and calls.
-        for answer in ({**message, "thinking": thoughts}, bare) if thoughts else (bare,):
-            prompt, text = self._answer(chat or Chat([{"role": USER, "content": ""}]), answer)
-            if not text or not _has_calls(text, message, thoughts):
-                continue
-            if thoughts in text:
+        with suppress(RecordError):
+            if text := self._rendered(chat or Chat([{"role": USER, "content": ""}]), message):
                 return text
-            if answer is bare:
-                tag = THOUGHT_TAG.search(prompt)
-                line = "\n" if tag is None or tag[1] else ""
-                end = f"{line}</think>{2 * line}" if tag else 2 * line
-                return f"{thoughts}{end}{text.removeprefix('</think>')}"
         self._unrendered += 1
         self.note = (
             "answers with reasoning or calls that the chat template does not render: "
@@ -115,15 +98,38 @@ class ChatFormatter:
         )
         return plain_text(message)
 
-    def _answer(self, chat: Chat, message: Message) -> tuple[str, str]:
-        """Return the prompt, or one that ends like it, and the text of an answer to it; "" if there is none."""
-        for each in (_shortened(chat), chat):
-            with suppress(RecordError):
-                prompt = self._render(each, True)
-                whole = self._render(each._replace(messages=[*each.messages, message]), False)
-                before = prompt if whole.startswith(prompt) else THOUGHT.sub("", prompt)
-                return prompt, whole[len(before) :] if whole.startswith(before) else ""
-        return "", ""
+    def _rendered(self, chat: Chat, message: Message) -> str:
+        """Return the text of an answer, after its reasoning if the template leaves that out; "" without all calls."""
+        chat, prompt = self._shortened(chat)
+
+        def answer(**fields: object) -> str:
+            messages = [*chat.messages, {**bare, **fields}]
+            whole = self._render(chat._replace(messages=messages), False)
+            before = prompt if whole.startswith(prompt) else THOUGHT.sub("", prompt)
+            text = whole[len(before) :] if whole.startswith(before) else ""
+            return text if _has_calls(text, message) else ""
+
+        bare = {name: value for name, value in message.items() if name != "reasoning_content"}
+        reasoning = message.get("reasoning_content", "")
+        if not (thoughts := reasoning.strip()):
+            return answer()
+        with suppress(RecordError):  # gpt-oss's template refuses reasoning beside a text and calls.
+            if thoughts in (text := answer(reasoning_content=reasoning, thinking=reasoning)):
+                return text
+        tag = THOUGHT_TAG.search(prompt)
+        line = "\n" if tag is None or tag[1] else ""
+        end = f"{line}</think>{2 * line}" if tag else 2 * line
+        return f"{thoughts}{end}{text.removeprefix('</think>')}" if (text := answer()) else ""
+
+    def _shortened(self, chat: Chat) -> tuple[Chat, str]:
+        """Return a chat without messages long before its end, unless the template refuses that, and its prompt.
+
+        Raises RecordError.
+        """
+        with suppress(RecordError):
+            short = without_beginning(chat)
+            return short, self.prompt_text(short)
+        return chat, self.prompt_text(chat)
 
     def _render(self, chat: Chat, for_answer: bool) -> str:
         assert self._template is not None
@@ -138,9 +144,11 @@ class ChatFormatter:
             raise RecordError(REFUSED) from None
 
 
-def _has_calls(text: str, message: Message, thoughts: str) -> bool:
+def _has_calls(text: str, message: Message) -> bool:
     """Return whether a rendered text has the name of each call of a message, beside its content and reasoning."""
-    rest = text.replace(thoughts, "", 1).replace(message["content"].strip(), "", 1)
+    rest = text
+    for name in ("content", "reasoning_content"):
+        rest = rest.replace(message.get(name, "").strip(), "", 1)
     names = [re.escape(call["function"]["name"]) for call in message.get("tool_calls", ())]
     return all(re.search(rf"(?<!\w){name}(?!\w)", rest) for name in names)
 
@@ -274,7 +282,7 @@ def _end_of(messages: list[Message]) -> list[Message]:
     return messages[first:]
 
 
-def _shortened(chat: Chat) -> Chat:
+def without_beginning(chat: Chat) -> Chat:
     """Return a chat without the messages that are not in the last `PREFIX_CHARS` characters of its text.
 
     It keeps what templates expect: a system prompt, and a message of the user, which may have the tools, before the

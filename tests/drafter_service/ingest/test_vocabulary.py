@@ -262,7 +262,7 @@ def test_the_end_of_a_chat_is_rendered_as_in_the_whole_one(tmp_path, monkeypatch
     found = []
     for whole in (False, True):
         if whole:
-            monkeypatch.setattr(reading, "_shortened", lambda chat: chat)
+            monkeypatch.setattr(reading, "without_beginning", lambda chat: chat)
         found.append([])
         for index in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
             before = Chat(messages[:index], [{"type": "function", "function": {"name": "look"}}])
