@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from drafter_service.client.chat_template import RefusedMessagesError, load_chat_template
 from drafter_service.client.tokenizer import TextTokenizer
 from drafter_service.ingest.answers import Found, Output
-from drafter_service.ingest.chats import ASSISTANT, SYSTEM, USER, Chat, Message, Reply, plain_text
+from drafter_service.ingest.chats import ASSISTANT, USER, Chat, Message, Reply, plain_text
 from drafter_service.ingest.documents import (
     NO_TOKENIZER,
     NO_TOKENS,
@@ -285,14 +285,12 @@ def _end_of(messages: list[Message]) -> list[Message]:
 def without_beginning(chat: Chat) -> Chat:
     """Return a chat without the messages that are not in the last `PREFIX_CHARS` characters of its text.
 
-    It keeps what templates expect: a system prompt, and a message of the user, which may have the tools, before the
-    first one of the assistant.
+    It keeps what templates expect before the first message of the assistant: one of the user, which may have the tools.
     """
     last = _end_of(chat.messages)
     others = chat.messages[: len(chat.messages) - len(last)]
-    system = takewhile(lambda message: message["role"] in (SYSTEM, "developer"), others)
     user = (message for message in others if message["role"] == USER)
-    return chat._replace(messages=[*system, *islice(user, 1), *last]) if others else chat
+    return chat._replace(messages=[*islice(user, 1), *last]) if others else chat
 
 
 def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np.ndarray, np.ndarray]]:

@@ -271,17 +271,20 @@ def test_the_end_of_a_chat_is_rendered_as_in_the_whole_one(tmp_path, monkeypatch
     assert all(len(prompt) == reading.PREFIX_CHARS for prompt, _ in found[0][-20:])
 
 
-def test_messages_long_before_an_answer_are_not_rendered(tmp_path, monkeypatch):
+@pytest.mark.parametrize("template", [QWEN, MISTRAL])
+def test_messages_long_before_an_answer_are_not_rendered(tmp_path, monkeypatch, template):
     """So the time of a load grows with the length of a session, not with its square."""
-    chat, messages = ChatFormatter(model_folder(tmp_path / "m", QWEN)), long_chat(400)
+    chat, messages = ChatFormatter(model_folder(tmp_path / "m", template)), long_chat(400)
     rendered, render = [], chat._template.render
     monkeypatch.setattr(
         chat._template, "render", lambda given, **more: rendered.append(len(given)) or render(given, **more)
     )
-    chat.prompt_end(Chat(messages))
-    chat.reply_text(Chat(messages), CALL)
-    assert len(rendered) == 3
-    assert max(rendered) < 50 < len(messages) / 10
+    ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"][-60:]
+    for end in ends:
+        chat.prompt_end(Chat(messages[:end]))
+        chat.reply_text(Chat(messages[:end]), messages[end])
+    assert len(rendered) <= 4 * len(ends)
+    assert max(rendered) < 60 < len(messages) / 10
 
 
 @pytest.mark.parametrize("template", [None, "{% nonsense %}", "{{"])
