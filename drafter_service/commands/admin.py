@@ -96,9 +96,11 @@ def namespaces(link: Link) -> None:
 def forget(namespace: str, request: str | None, older_than: float | None, everything: bool, link: Link) -> None:
     """Remove text from a namespace and from its snapshot.
 
-    Text of `warm` has the name of its request_id, or the id of an API's response; other text, such as rows of CSV and
-    chats of ShareGPT, FILE:NUMBER with the full path and the number of the record. A record's further texts have the
-    names NAME/1, NAME/2 and so on.
+    Text of `warm` has the name of its request_id, or the id of an API's response, with #DIGEST after it if another text
+    before it in the logs has the same id. Other text, such as rows of CSV and chats of ShareGPT, has a digest of its
+    content as its name, also if its id has at most four letters and digits, as counters have: `warm --dry-run` shows
+    the name of the first record of each format. A record's further texts, and texts that are equal, have the names
+    NAME/1, NAME/2 and so on.
 
     Exits with 1 if no text has the name given by --request.
     """

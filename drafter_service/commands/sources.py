@@ -83,6 +83,8 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
     for text in [] if quiet else new_excerpts(reading, set()):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"files: {listed(reading.kinds)}\ndocuments: {listed(counts_of(reading))}\n{note}", markup=False)
+    if reading.note:
+        console.print(f"note: {reading.note}", markup=False)
     if reading.faults.by_reason:
         console.print(skipped_table(reading.faults))
 
@@ -140,8 +142,8 @@ def new_excerpts(reading: Reading, shown: set[str]) -> Iterator[str]:
         if name not in shown:
             shown.add(name)
             excerpts = "".join(f"\n    {_excerpt(output, reading)}" for output in sample.outputs)
-            place = printable(sample.place)
-            yield f"{name}, from {place}: {sample.documents:,} documents found, with outputs such as{excerpts}"
+            first = printable(f"{sample.first.place} (name {sample.first.name})")
+            yield f"{name}, from {first}: {sample.documents:,} documents found, with outputs such as{excerpts}"
 
 
 def _excerpt(output: Part, reading: Reading) -> str:

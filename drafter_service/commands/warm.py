@@ -106,8 +106,8 @@ def _show(learned: Totals, saved: str, seconds: float, reading: Reading) -> None
     from rich.table import Table
 
     console = Console()
-    if reading.vocabulary and reading.vocabulary.chat.note:
-        console.print(f"note: {reading.vocabulary.chat.note}", markup=False)
+    if reading.note:
+        console.print(f"note: {reading.note}", markup=False)
     table = Table("learned", "", show_lines=False)
     table.add_row("files", listed(reading.kinds))
     table.add_row("documents found", listed(counts_of(reading)))

@@ -143,7 +143,7 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
             note = HEADER if kind == "CSV" and not read.format else ""
             yield reading.items_of(read._replace(skipped=[reason + note for reason in read.skipped]))
     else:
-        for item in DOCUMENTS[kind](opened, reading):
+        for item in map(reading.named, DOCUMENTS[kind](opened, reading)):
             reading.sample(kind, [item])
             yield [item]
 
@@ -190,13 +190,13 @@ def _kind_of_archive(names: list[str]) -> str:
 def _read_markdown(opened: Opened, _: Reading) -> Iterator[Record]:
     lines = io.TextIOWrapper(opened.data, "utf-8", "replace")
     for number, value in enumerate(markdown_chat(lines), 1):
-        yield Record(value, f"{opened.label}:{number}")
+        yield Record(value, f"{opened.file.name}:{number}")
 
 
 def _read_text(opened: Opened, reading: Reading) -> Iterator[Item]:
-    """Yield a document for each piece; its name ends with the number of its first line."""
+    """Yield a document for each piece; its place ends with the number of its first line."""
     for first, piece in line_blocks(opened, reading, PIECE_BYTES, MAX_TEXT_LINE, TEXT_TOO_LONG):
-        place = f"{opened.label}:{first}"
+        place = f"{opened.file.name}:{first}"
         try:
             text = piece.decode()
         except UnicodeDecodeError:

@@ -42,7 +42,8 @@ class Origin(NamedTuple):
 class Item(NamedTuple):
     """A document, perhaps not tokenized yet."""
 
-    name: str
+    place: str
+    """FILE:NUMBER of its record, for messages."""
     prompt: Part | None
     """The last part of the prompt, or the whole prompt with `Reading.for_replay`."""
     output: Part
@@ -52,6 +53,8 @@ class Item(NamedTuple):
     """When it was first learned, in seconds since 1970; NaN: now."""
     tag: int = NO_TAG
     """Tag of a rollout, see `ssd.corpus.rollout.Rollout.tag`."""
+    name: str = ""
+    """Name by which it is forgotten, and recognized when it is loaded again; see `Reading.named`."""
 
     @property
     def nbytes(self) -> int:
@@ -147,8 +150,8 @@ class Faults:
 class Sample:
     """Documents of one format. One thread adds them, any may read them."""
 
-    place: str
-    """Name of the first one."""
+    first: Item
+    """The first one, without its text."""
     documents: int = 0
     outputs: list[Part] = field(default_factory=list)
     """The beginnings of the first ones."""
@@ -169,7 +172,9 @@ ENDED = words("end_time endTime ended_at finished_at completed_at completedAt re
 SECONDS, MILLISECONDS = words("latency latency_s duration duration_s"), ("latency_ms", "duration_ms")
 """Fields with the duration of a request."""
 USERS = words("user user_id userId end_user safety_identifier")
-SESSIONS = words("session_id sessionId session conversation_id chat_id thread_id trace_id traceId")
+SESSIONS = words(
+    "session_id sessionId session conversation_id conversationId chat_id chatId thread_id threadId trace_id traceId"
+)
 PLACES = ("request", "body", "response", "metadata")
 """Fields with objects that may have these, too."""
 ORIGIN_FIELDS = frozenset((*BEGAN, *ENDED, *SECONDS, *MILLISECONDS, *USERS, *SESSIONS, "metadata"))

@@ -6,7 +6,6 @@ import codecs
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -75,10 +74,6 @@ class Opened:
                 raise missing_extra(f"{file.name} is compressed with Zstandard, which needs zstandard", "zstd")
             self._source = compr[codec](self.data, mode="rb")
             self._load()
-        self.label = file.name
-        """Name of the file in names of documents. That of a pipe depends on its content, also if it is a file."""
-        if file.path.startswith("/dev/") or not self._raw.seekable():
-            self.label += f"#{blake2b(self.head, digest_size=4).hexdigest()}"
 
     def _load(self) -> None:
         """Set `head` and `data`."""

@@ -287,7 +287,7 @@ def _reached(value: object, path: str) -> Iterator[object]:
 
 def _joined(values: list[object]) -> Part | Chat | None:
     """Return the parts of a prompt as one. Raises RecordError for parts that are of different kinds."""
-    if len(values) == 1 and (chat := chat_of(values[0])) is not None:
+    if len(values) == 1 and (chat := chat_of(body_of(values[0]))) is not None:
         return chat
     parts = [answers.part_of(value) for value in values]
     texts = [part for part in parts if isinstance(part, str)]

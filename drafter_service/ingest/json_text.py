@@ -68,7 +68,7 @@ def read_json_lines(opened: Opened, reading: Reading) -> Iterator[Record]:
     """Yield the values of each line. Elements of arrays are records, except those of lists of messages."""
     for first, block in line_blocks(opened, reading, reading.block_bytes, MAX_JSON, JSON_TOO_LONG):
         for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), first):
-            place = f"{opened.label}:{number}"
+            place = f"{opened.file.name}:{number}"
             try:
                 value = orjson.loads(line)
             except orjson.JSONDecodeError:
@@ -102,7 +102,7 @@ def line_blocks(opened: Opened, reading: Reading, size: int, most: int, too_long
         if is_too_long:
             while (rest := stream.readline(most)) and not rest.endswith(b"\n"):
                 pass
-            reading.faults.record(too_long, f"{opened.label}:{number}")
+            reading.faults.record(too_long, f"{opened.file.name}:{number}")
             number += 1
 
 
@@ -189,6 +189,11 @@ class JsonText:
                 reason, line = str(problem), self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
                 if reason == JSON_CUT:
                     self._is_cut = True
+                elif is_only and reason == JSON_TOO_LONG:
+                    yield from self._object()
+                    if self._number == 0:
+                        yield self._unread(reason, breaks_streams=False)
+                    continue
                 elif reason != NOT_JSON or not IGNORED.match(line.encode(errors="replace")):
                     yield self._unread(reason, breaks_streams="{" in line)
                 if is_only and reason != NOT_JSON:
@@ -238,10 +243,10 @@ class JsonText:
 
     def _record(self, value: object) -> Record:
         self._number += 1
-        return Record(value, f"{self._opened.label}:{self._number}")
+        return Record(value, f"{self._opened.file.name}:{self._number}")
 
     def _unread(self, reason: str, *, breaks_streams: bool) -> Record:
-        return Record(Unread(reason, breaks_streams), f"{self._opened.label}:{self._number + 1}")
+        return Record(Unread(reason, breaks_streams), f"{self._opened.file.name}:{self._number + 1}")
 
     # --- The window
 

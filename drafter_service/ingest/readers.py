@@ -203,7 +203,7 @@ def lm_eval(record: Value, skipped: list[str]) -> list[Found] | None:
 
 def chosen(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read the better one of two answers."""
-    chosen = record.get("chosen") or record.get("chosen_messages")
+    chosen = body_of(record.get("chosen") or record.get("chosen_messages"))
     prompt = prompt_of(record)
     if isinstance(chosen, str) and prompt is None:  # Conversations of HH-RLHF
         before, mark, answer = chosen.rpartition("\n\nAssistant:")

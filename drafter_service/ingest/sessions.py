@@ -10,6 +10,7 @@ from drafter_service.ingest import chats
 from drafter_service.ingest.answers import WHOLE, Found, Streamed, deltas_of, either, exchange
 from drafter_service.ingest.bodies import BROKEN_STREAM
 from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Message, messages_of, reply_to, words
+from drafter_service.ingest.documents import SESSIONS
 
 Event = Mapping[str, Any]
 
@@ -17,8 +18,10 @@ OTHERS = frozenset(words("prompt question messages choices response completion o
 """Fields of records that are more than a message or an event."""
 REQUESTS = frozenset(words("contents request messages prompt"))
 """Fields of responses of Gemini that are not chunks."""
-SESSIONS = words("sessionId session_id isSidechain agentId parent_tool_use_id thread_id")
-"""Fields that tell the conversations of a log apart."""
+BRANCHES = words("isSidechain agentId parent_tool_use_id thread_id threadId")
+"""Fields that tell the conversations of a session apart."""
+BEGINS = ("message_start", "message-start", "messageStart")
+"""Events with which a stream of Anthropic, Cohere or Bedrock begins."""
 CLAUDE_FIELDS = frozenset(words("sessionId session_id leafUuid messageId"))
 CLAUDE_EVENTS = frozenset(
     words(
@@ -80,7 +83,7 @@ class Stream:
         if ("candidates" in value and "choices" not in value) or deltas_of(value) is None:
             return None
         known = value.get("id") or value.get("model") if "choices" in value or "done" in value else None
-        return known if isinstance(known, str) else ""
+        return known if isinstance(known, str) else "", str(value.get("request_id"))
 
     def __init__(self, name: str, first: Record) -> None:
         """name: name of the format; first: the first record."""
@@ -93,7 +96,10 @@ class Stream:
         self._streamed = Streamed()
 
     def add(self, record: Record) -> Iterator[Read]:
-        """Add a record, and yield the answers that it completes."""
+        """Add a record, and yield the answers that it completes, or that ended without their last event."""
+        if record is not self.first and (record.value.get("type") in BEGINS or BEGINS[-1] in record.value):
+            yield from self.finish()
+            self.first, self.is_broken, self._streamed = record, False, Streamed()
         self.is_finished = self._streamed.add(record.value)
         self.is_broken &= record.value.get("type") not in WHOLE
         if self.is_finished:
@@ -121,7 +127,7 @@ class GeminiStream(Stream):
     @staticmethod
     def key_of(value: Event) -> Hashable | None:
         """Return the id of the response that a chunk of Gemini is from, "" without one; None for whole responses."""
-        if deltas_of(value) is None or not isinstance(value["candidates"], list):
+        if not isinstance(value.get("candidates"), list) or deltas_of(value) is None:
             return None
         if known := either(value, "responseId"):
             return str(known)
@@ -167,7 +173,8 @@ class Session:
             is_single = is_single or isinstance(value.get("content"), str)
             is_message = is_single and chats.role_of(value) in chats.ROLES.values()
             is_event = is_event or is_message or _is_note(value)
-        return tuple([str(value.get(name)) for name in SESSIONS]) if is_event else None
+        session = next((value[name] for name in SESSIONS if value.get(name) is not None), None)
+        return tuple(map(str, [session, *map(value.get, BRANCHES)])) if is_event else None
 
     def __init__(self, name: str, first: Record) -> None:
         """name: name of the format; first: the first record."""

@@ -60,7 +60,7 @@ def _read(opened: Opened, stream: BinaryIO, arrays: Mapping[str, np.ndarray], re
         data = stream.read((prompt + output) * dtype.itemsize)
         values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
         opened.advance()
-        place = f"{opened.label}:{number}"
+        place = f"{opened.file.name}:{number}"
         try:
             tokens = token_ids(values)
             if len(tokens) <= prompt:
@@ -121,8 +121,8 @@ def read_snapshot(opened: Opened, _: Reading) -> Iterator[Item]:
         raise RecordError(DAMAGED) from None
     for number, (end, name, time, tag, tokens) in enumerate(_requests(text, columns, depth), 1):
         opened.bytes_read = opened.file.size * end // len(text)
-        request = f"{opened.file.name}:{number}" if name == NO_NAME else id_of_hash(name)
-        yield Item(request, None, tokens, time=time, tag=tag)
+        request = "" if name == NO_NAME else id_of_hash(name)
+        yield Item(f"{opened.file.name}:{number}", None, tokens, time=time, tag=tag, name=request)
 
 
 def _requests(

@@ -248,10 +248,12 @@ def _notes(recording: Recording, facts: LogFacts, trial: Trial, profile: CostPro
         )
     if facts.faults.count:
         notes.append(f"records that could not be read: {facts.faults.count:,}: {facts.faults.summary}")
+    if facts.note:
+        notes.append(facts.note)
     if facts.backwards and recording.has_times:
         notes.append(f"requests that were out of order, and were sorted by time: {facts.backwards:,}")
     if facts.repeated_names:
-        notes.append(f"requests with the id of an earlier one, though ids should be unique: {facts.repeated_names:,}")
+        notes.append(f"requests with the id and the text of an earlier one: {facts.repeated_names:,}")
     if not recording.prompt_lengths.any():
         notes.append("no request has a prompt, so drafts from prompts are missing from these figures")
     if not recording.has_times:

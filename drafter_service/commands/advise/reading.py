@@ -37,7 +37,9 @@ class LogFacts:
     backwards: int = 0
     """Requests that are earlier than the one before them in the log."""
     repeated_names: int = 0
-    """Requests whose id an earlier request has."""
+    """Requests with the id and the text of an earlier one."""
+    note: str | None = None
+    """`Reading.note`."""
 
 
 def read_requests(
@@ -68,6 +70,7 @@ def read_requests(
         check_readable(reading, 1)
         reasons = reading.faults.summary
         raise UserError(f"no request with an output in the log{f': {reasons}' if reasons else ''}; it may be {FORMATS}")
+    facts.note = reading.note
     file.flush()
     text = np.memmap(file, np.uint32, "r") if tokens else np.empty(0, np.uint32)
     (prompts, outputs), (user_of, session_of) = (np.array(each).reshape(-1, 2).T for each in (lengths, owners))

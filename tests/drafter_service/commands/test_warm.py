@@ -20,6 +20,7 @@ from drafter_service.ingest.sinks import OfflineSink
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
+from ssd.corpus.requests import hash_of
 from ssd.errors import UserError
 from ssd.stats import Stats
 from tests.drafter_service.ingest.loads import MODEL, Collected, tokenized, write_jsonl
@@ -179,6 +180,9 @@ def test_dry_runs_read_everything_and_learn_nothing(tmp_path):
     assert "import os\n    import os\n" in printed
     assert "documents: 3 " in printed
     assert "a.jsonl:4" in printed
+    name = re.search(r"a.jsonl:1 \(name (\w+)\)", printed)[1]
+    invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c.ssd", "--tokenizer", MODEL)
+    assert hash_of(name) in snapshot.load(tmp_path / "c.ssd").corpus.request_times(), "it shows how to forget a record"
     assert "import" not in invoke("--from", tmp_path / "a.jsonl", "--dry-run", "--quiet", "--namespace", "n")
     write_jsonl(tmp_path / "a.jsonl", [{"none": 1}])
     with pytest.raises(UserError, match=r"no documents were found: .*a.jsonl:1"):

@@ -15,13 +15,13 @@ from drafter_service.ingest.containers import BINARY, EMPTY, NO_RECORDS, NOT_TEX
 from drafter_service.ingest.documents import Totals
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.json_text import JSON_CUT, NOT_JSON, NOT_UTF8
-from drafter_service.ingest.reading import PREFIX_TOKENS, Reading, Vocabulary, encode
-from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
+from drafter_service.ingest.reading import PREFIX_TOKENS, Reading, Vocabulary, tokenize
+from drafter_service.ingest.tables import BAD_ROW, LOST_LINE, NO_HEADER
 
 RECORDS = [{"prompt_token_ids": list(range(100)), "token_ids": [7, index]} for index in range(50)]
 LEARNED = [[*range(100 - PREFIX_TOKENS, 100), 7, index] for index in range(50)]
 REFUSED = "refused"
-REASONS = {BAD_ROW, BINARY, EMPTY, JSON_CUT, NO_HEADER, NO_RECORDS, NOT_JSON, NOT_TEXT, NOT_UTF8}
+REASONS = {BAD_ROW, BINARY, EMPTY, JSON_CUT, LOST_LINE, NO_HEADER, NO_RECORDS, NOT_JSON, NOT_TEXT, NOT_UTF8}
 MODEL = Path(__file__).parents[3] / "engine" / "models" / "assets" / "stdlib-7m"
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -31,10 +31,18 @@ TEMPLATE = (
 
 
 def documents_in(*paths, reading=None):
-    """Return all documents of files, {name: token ids}, and the reading with its faults."""
+    """Return all documents of files, {place: token ids}, and the reading with its faults."""
     reading = reading or Reading()
     batches = read_batches(list_files(map(str, paths)), reading)
-    return dict(pair for batch in batches for pair in pairs_of(encode(batch.items, reading))), reading
+    found = [each for batch in batches for each in tokenize(batch.items, reading)]
+    documents = {item.place: [*reading.prefix_of(prompt), *output] for item, prompt, output in found}
+    assert len(documents) == len(found) == len({item.name for item, *_ in found})
+    return documents, reading
+
+
+def names_in(*paths):
+    """Return the names of the documents of a load of files, without a tokenizer."""
+    return [item.name for batch in read_batches(list_files(map(str, paths)), Reading()) for item in batch.items]
 
 
 def small(**settings):

@@ -13,6 +13,7 @@ import fsspec
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -34,7 +35,7 @@ from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
 from drafter_service.ingest.json_text import NOT_UTF8
 from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import PREFIX_TOKENS, Reading
-from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
+from drafter_service.ingest.tables import BAD_ROW, LOST_LINE, NO_HEADER
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
@@ -45,6 +46,7 @@ from tests.drafter_service.ingest.loads import (
     counts_of,
     documents_in,
     faults_of,
+    names_in,
     outputs_in,
     small,
     tokenized,
@@ -74,7 +76,17 @@ from tests.drafter_service.ingest.loads import (
             {},
         ),
         ("a.csv", "completion\n\"{'a': code}\"\n\"{'b': 1\"\n", ["{'a': code}", "{'b': 1"], {}),
-        ("a.csv", 'prompt,completion\na,"one\nb,two\n', [], {BAD_ROW: 1}),
+        ("a.csv", 'prompt,completion\na,"one\nb,two\nc,d', [], {BAD_ROW: 1, LOST_LINE: 2}),
+        ("a.csv", 'prompt,completion\nq,"[1, 2]"\nr,"{""answer"": ""a""}"\n', ["[1, 2]", '{"answer": "a"}'], {}),
+        (
+            "a.csv",
+            'chosen\n"[{""role"": ""user"", ""content"": ""q""}, {""role"": ""assistant"", ""content"": ""a""}]"\n',
+            ["a"],
+            {},
+        ),
+        ("a.csv", "completion\n\"{'answer': 'a'}\"\n", ["{'answer': 'a'}"], {}),
+        ("a.csv", 'id,choices\n1,"[{""text"": ""one""}]"\n', ["one"], {}),
+        ("a.csv", "response\n\"{'choices': [{'text': 'one'}]}\"\n", ["one"], {}),
         ("a.csv", 'prompt,completion\na,"o"ne\nb,two\nc,d,e\nf\n', ["two"], {BAD_ROW: 2, REFUSED: 1}),
         ("a.csv", "prompt,completion\na,\udcff\nb,two\n", ["two"], {NOT_UTF8: 1}),
         ("a.csv", "What is it?,1\nNo,2\n", [], {NO_HEADER: 1}),
@@ -92,6 +104,17 @@ def test_csv(tmp_path, name, content, outputs, faults):
 def test_numbers_in_a_column_that_the_user_names_are_read(tmp_path):
     (tmp_path / "a.csv").write_text("question,answer\n6+1,7\n6+2,8\n6+3,9\n")
     assert outputs_in(tmp_path / "a.csv", fields=("question", "answer")) == (["7", "8", "9"], {})
+
+
+@pytest.mark.parametrize("write", [lambda table, path: pa.csv.write_csv(table, path), pq.write_table])
+def test_json_in_a_column_that_the_user_names_is_what_the_model_wrote(tmp_path, vocabulary, write):
+    """And messages in the columns of the prompt are messages."""
+    chat = orjson.dumps([{"role": "user", "content": "import"}]).decode()
+    write(pa.table({"asked": [chat, "[1, 2]"], "said": ['{"text": "a"}', '["b"]']}), tmp_path / "a.csv")
+    reading = Reading(vocabulary, ("asked", "said"))
+    (batch,) = containers.read_batches(list_files([str(tmp_path / "a.csv")]), reading)
+    assert [item.output for item in batch.items] == ['{"text": "a"}', '["b"]']
+    assert [item.prompt for item in batch.items] == ["<|user|>import<|end|><|assistant|>", "[1, 2]"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "groups", "file", "stream", "cut"])
@@ -145,19 +168,54 @@ def documents_in_pipe(path, content):
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_pipes(tmp_path, compress):
-    """Names of documents depend on the content: another pipe has other documents, and the same one the same."""
     os.mkfifo(tmp_path / "pipe")
-    names = []
-    for first in (1, 1, 2):
-        lines = write_jsonl(tmp_path / "lines", [{"tokens": [first, index]} for index in range(4000)]).read_bytes()
-        documents, reading = documents_in_pipe(tmp_path / "pipe", compress(lines))
-        assert list(documents.values()) == [[first, index] for index in range(4000)]
-        assert reading.faults.count == 0
-        names.append(list(documents))
-    assert names[0] == names[1]
-    assert not set(names[0]) & set(names[2])
+    lines = write_jsonl(tmp_path / "lines", [{"tokens": [1, index]} for index in range(4000)]).read_bytes()
+    documents, reading = documents_in_pipe(tmp_path / "pipe", compress(lines))
+    assert list(documents.values()) == [[1, index] for index in range(4000)]
+    assert reading.faults.count == 0
     documents, reading = documents_in_pipe(tmp_path / "pipe", compress(b"PAR1" + bytes(100)))
     assert (documents, counts_of(reading.faults)) == ({}, {NOT_SEEKABLE: 1})
+
+
+def said(output, name=None, prompt="q"):
+    """Return a record with a request and a response, which may have an id."""
+    request = {"messages": [{"role": "user", "content": prompt}]}
+    return {"request": request, "response": {"id": name, "choices": [{"message": {"content": output}}]}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "known"),
+    [
+        ([said("a"), said("a")], [said("a")] * 3, 2),
+        ([said("a"), said("b")], [said("b"), said("c")], 1),
+        ([said("a")], [said("a", prompt="another")], 0),
+        ([said("a", "request-1")], [said("a", "request-1")], 1),
+        ([said("a", "request-1")], [said("a", "request-2")], 0),
+        ([said(text, "request-1") for text in "abc"], [said(text, "request-1") for text in "abcd"], 3),
+        ([said("a", "chatcmpl-912")], [said("b", "chatcmpl-912")], 0),
+        ([said("a", "chatcmpl-A1"), said("b", "chatcmpl-A1")], [said("b", "chatcmpl-A1"), said("c", "chatcmpl-A1")], 1),
+        ([said("a", "0")], [said("b", "0")], 0),
+        ([{"text": "a"}], [{"text": "b"}], 0),
+        ([{"token_ids": [1]}], [{"token_ids": [1]}, {"token_ids": [2]}], 1),
+    ],
+)
+def test_a_load_recognizes_documents_by_unique_ids_or_by_content(tmp_path, first, second, known):
+    """Whatever the file is called, and also if it has grown; another text is never taken for a known one."""
+    before = names_in(write_jsonl(tmp_path / "a.jsonl", first))
+    after = names_in(write_jsonl(tmp_path / "b.jsonl", second))
+    assert (len({*before}), len({*after})) == (len(first), len(second))
+    assert len({*before} & {*after}) == known
+
+
+def test_documents_that_are_no_records_are_recognized_by_content(tmp_path):
+    (tmp_path / "a.py").write_text("import os\n")
+    np.save(tmp_path / "a.npy", np.arange(6).reshape(2, 3))
+    before = names_in(tmp_path / "a.py", tmp_path / "a.npy")
+    (tmp_path / "a.py").write_text("import re\n")
+    (tmp_path / "a.npy").rename(tmp_path / "b.npy")
+    after = names_in(tmp_path / "a.py", tmp_path / "b.npy")
+    assert before[1:] == after[1:]
+    assert before[0] != after[0]
 
 
 @pytest.mark.parametrize(("name", "columns"), [("messages", ["id", "messages"]), ("other", ["id", "large", "other"])])

@@ -134,6 +134,13 @@ def test_a_cut_conversation_keeps_its_complete_messages(tmp_path):
     assert [record.value for record in records] == [[*CHAT, CHAT[0]], Unread(JSON_CUT, breaks_streams=False)]
 
 
+def test_an_object_of_which_nothing_can_be_read_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_text, "MAX_JSON", 2000)
+    (tmp_path / "a.json").write_text(json.dumps(dict.fromkeys("abcdefgh", "x" * 1500)))
+    _, reading = documents_in(tmp_path / "a.json", reading=small())
+    assert list(reading.faults.by_reason) == [JSON_TOO_LONG]
+
+
 def test_memory_for_an_array_does_not_grow_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(json_text, "MAX_JSON", 1 << 17)
     record = json.dumps({"completion": "x" * 10_000})
@@ -144,8 +151,10 @@ def test_memory_for_an_array_does_not_grow_with_it(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).write_text(layout.format(", ".join([record] * 400)))
         tracemalloc.start()
-        batches = read_batches(list_files([str(tmp_path / name)]), Reading(block_bytes=1 << 16))
+        reading = Reading(block_bytes=1 << 16)
+        batches = read_batches(list_files([str(tmp_path / name)]), reading)
         assert sum(len(batch.items) for batch in batches) == 400
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
+        assert reading.faults.by_reason == {}
         assert peak < 3 << 19 < (tmp_path / name).stat().st_size / 2

@@ -38,7 +38,7 @@ def test_documents_keep_the_order_of_their_files(tmp_path, vocabulary):
     learned = load([tmp_path], sink, reading, lambda *progress: seen.append(progress))
     expected = [tokenized(record["text"]) if "text" in record else record["tokens"] for record in records]
     assert [tokens for _, tokens in sink.pairs] == expected * 2
-    assert [name for name, _ in sink.pairs] == [f"{tmp_path}/{x}.jsonl:{line}" for x in "ab" for line in range(1, 501)]
+    assert len({name for name, _ in sink.pairs}) == 1000
     assert len(seen) > 10
     assert all(earlier <= later for earlier, later in pairwise(seen))
     assert seen[-1] == (sum(file.size for file in list_files([str(tmp_path)])), sum(map(len, expected * 2)))
@@ -95,7 +95,7 @@ def test_errors_of_the_sink_the_tokenizer_and_the_source_end_the_load(tmp_path, 
         raise MemoryError("full")
 
     def broken(*_):
-        yield Batch([Item("a", None, np.array([1], np.uint32))], 1)
+        yield Batch([Item("a:1", None, np.array([1], np.uint32), name="a")], 1)
         fail()
 
     owner = {"encode": vocabulary, "read_batches": pipeline}.get(where, sink := Collected())

@@ -123,6 +123,14 @@ def deltas(*pieces, **fields):
             for piece, end in zip(pieces, ends, strict=True)]  # fmt: skip
 
 
+def streamed(text, *end, **fields):
+    """Return events of Anthropic's API, which have no id."""
+    piece = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+    return [
+        event | fields for event in ({"type": "message_start", "message": {}}, piece, *({"type": one} for one in end))
+    ]
+
+
 def gemini(text, **fields):
     """Return a chunk of Gemini's first versions: each has a `finishReason`."""
     return {"candidates": [{"content": {"role": "model", "parts": [{"text": text}]}, "finishReason": "STOP"}]} | fields
@@ -211,6 +219,11 @@ CASES = {
                              strict=True) for one in two], [(None, "ab"), (None, "cd")]),
     ],
     "streamed events of other APIs": [
+        ([*streamed("The"), *streamed("Because.", "message_stop")], [(None, "The"), *ALONE]),
+        ([event for pair in zip(streamed("Because.", "message_stop", request_id="a"), streamed("So.", "message_stop", request_id="b"), strict=True)
+          for event in pair], [*ALONE, (None, "So.")]),
+        ([{"messageStart": {"role": "assistant"}}, {"contentBlockDelta": {"delta": {"text": "The"}}}, {"messageStart": {"role": "assistant"}},
+          {"contentBlockDelta": {"delta": {"text": "Because."}}}, {"messageStop": {}}], [(None, "The"), *ALONE]),
         ([{"type": "message_start", "message": {"id": "m", "content": []}},
           {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
           {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
@@ -259,6 +272,9 @@ CASES = {
           {"id": 3, "source": "agent", "action": "finish", "args": {"thought": "Because."}}], LOOKED),
     ],
     "messages, one per record": [
+        *(([{name: number, **message} for message in (USER, ANSWER) for number in (1, 2)], [*ANSWERED, *ANSWERED])
+          for name in ("session_id", "conversation_id", "conversationId", "chat_id", "thread_id", "trace_id")),
+        ([{"session_id": 1, "trace_id": number, **message} for number, message in enumerate((USER, ANSWER))], ANSWERED),
         (OPENCODE, STEPS),
         ([{"type": "init", "model": "m"}, {"type": "message", "role": "user", "content": "Why?"},
           {"type": "message", "role": "assistant", "content": "Let me ", "delta": True}, {"type": "message", "role": "assistant", "content": "look.", "delta": True},
@@ -812,6 +828,7 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"token_ids": [4_294_967_295]}, BAD_IDS),
         ({"token_ids": [1.5]}, BAD_IDS),
         ({"token_ids": [1, None]}, BAD_IDS),
+        ({"contentBlockDelta": {"delta": {"text": "Because."}}, "candidates": False}, NO_OUTPUT),
     ],
 )  # fmt: skip
 def test_a_record_without_an_output_has_one_reason(record, reason):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from drafter_service.client import tokenizer as tokenizer_module
+from drafter_service.ingest import reading
 from drafter_service.ingest.chats import Chat
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.reading import REFUSED, ChatFormatter, Vocabulary
@@ -159,14 +160,14 @@ def test_templates_are_found_in_all_usual_places(tmp_path):
 def test_tool_calls_are_rendered_by_the_template(tmp_path):
     chat = ChatFormatter(model_folder(tmp_path / "m"))
     assert chat.reply_text(Chat([USER]), CALL) == '{"name": "look", "arguments": {"at": "<it>"}}<|end|>'
-    assert chat.reply_text(None, CALL) == '{"name": "look", "arguments": {"at": "<it>"}}'
+    assert chat.reply_text(None, CALL) == '{"name": "look", "arguments": {"at": "<it>"}}<|end|>'
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         ("{% if message.reasoning_content %}[{{ message.reasoning_content }}]{% endif %}", "[Hm.]So.<|end|>"),
-        ("", "Hm.\n\nSo."),
+        ("", "Hm.\n\nSo.<|end|>"),
     ],
 )  # fmt: skip
 def test_reasoning_is_rendered_by_the_template_or_stands_before_the_answer(tmp_path, content, expected):
@@ -174,6 +175,116 @@ def test_reasoning_is_rendered_by_the_template_or_stands_before_the_answer(tmp_p
     chat = ChatFormatter(model_folder(tmp_path / "m", template))
     answer = {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
     assert chat.reply_text(Chat([USER]), answer) == expected
+
+
+THOUGHTFUL = {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
+PLAIN_CALL = '{"name": "look", "arguments": {"at": "<it>"}}'
+GPT_OSS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{% else %}"
+    "{% if m.content and m.thinking and m.tool_calls %}{{ raise_exception('both') }}{% endif %}"
+    "{% if m.thinking %}<a><analysis>{{ m.thinking }}{% endif %}"
+    "<a>{% for call in m.tool_calls %}to={{ call.function.name }}{% endfor %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{% else %}<a>ANSWER{{ m.content }}"
+    "{% for call in m.tool_calls %}<call>{{ call.function.name }}{% endfor %}<e>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>PROMPT{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected", "count"),
+    [
+        (GPT_OSS, CALL | {"reasoning_content": "Hm."}, "<analysis>Hm.<a>to=look", 0),
+        (GPT_OSS, THOUGHTFUL, "<analysis>Hm.<a>So.", 0),
+        (GPT_OSS, CALL | THOUGHTFUL, "Hm.\n\nto=lookSo.", 0),
+        (DEEPSEEK.replace("ANSWER", "").replace("PROMPT", "<think>\n"), THOUGHTFUL, "Hm.\n</think>\n\nSo.<e>", 0),
+        (DEEPSEEK.replace("ANSWER", "").replace("PROMPT", "<think>\n"), CALL, "<call>look<e>", 0),
+        (DEEPSEEK.replace("ANSWER", "</think>").replace("PROMPT", "<think>"), THOUGHTFUL, "Hm.</think>So.<e>", 0),
+        (DEEPSEEK.replace("ANSWER", "</think>").replace("PROMPT", "</think>"), THOUGHTFUL, "Hm.</think>So.<e>", 0),
+        ("{% for m in messages %}{{ m.content }}<|look_at|>{% endfor %}", CALL, PLAIN_CALL, 1),
+        (
+            "{% for m in messages %}{{ m.content }}<e>{% endfor %}",
+            CALL | {"content": "I look."},
+            f"I look.\n\n{PLAIN_CALL}",
+            1,
+        ),
+        ("{{ messages[0].content }}{{ raise_exception('no') if messages[1] }}", CALL, PLAIN_CALL, 1),
+    ],
+)  # fmt: skip
+def test_reasoning_and_calls_are_those_of_the_template_or_counted(tmp_path, template, answer, expected, count):
+    chat = ChatFormatter(model_folder(tmp_path / "m", template))
+    assert chat.reply_text(Chat([USER]), answer) == chat.reply_text(None, answer) == expected
+    assert (f": {2 * count}; they are read as text" in str(chat.note)) == bool(count)
+
+
+QWEN = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}Be short.{% endif %}<{{ m.role }}>"
+    "{% if m.role == 'user' and not ns.seen %}{{ tools | tojson }}{% endif %}{% if m.role == 'user' %}"
+    "{% set ns.seen = true %}{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MISTRAL = (
+    "{% set ns = namespace(index=0) %}{% for m in messages %}{% if m.role == 'user' or m.role == 'assistant' and not"
+    " m.tool_calls %}{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}{% endfor %}"
+)
+WHOLE = (
+    QWEN + "{% if messages | length > 5 and messages[4].content != 'I look 1.' %}{{ raise_exception('no') }}{% endif %}"
+)
+
+
+def long_chat(turns):
+    """Return the messages of a session with tools, in which the user writes every tenth turn."""
+    messages = [{"role": "system", "content": "Answer in one word."}]
+    for turn in range(turns):
+        if turn % 10 == 0:
+            messages.append({"role": "user", "content": f"Why {turn}? " * (turn % 7)})
+        calling = CALL | {"content": f"I look {turn}.", "reasoning_content": f"Hm {turn}."}
+        messages += [calling, {"role": "tool", "content": f"seen {turn} " * (turn % 23)}]
+        messages += [THOUGHTFUL] if turn % 10 == 9 else []
+    return messages
+
+
+@pytest.mark.parametrize("template", [QWEN, "{% set ns = namespace(seen=false) %}" + LLAMA, MISTRAL, WHOLE, None])
+def test_the_end_of_a_chat_is_rendered_as_in_the_whole_one(tmp_path, monkeypatch, template):
+    chat, messages = ChatFormatter(model_folder(tmp_path / "m", template)), long_chat(45)
+    found = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(reading, "without_beginning", lambda chat: chat)
+        found.append([])
+        for index in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
+            before = Chat(messages[:index], [{"type": "function", "function": {"name": "look"}}])
+            found[-1].append((chat.prompt_end(before), chat.reply_text(before, messages[index])))
+    assert found[0] == found[1]
+    assert all(len(prompt) == reading.PREFIX_CHARS for prompt, _ in found[0][-20:])
+
+
+@pytest.mark.parametrize("template", [QWEN, MISTRAL])
+def test_messages_long_before_an_answer_are_not_rendered(tmp_path, monkeypatch, template):
+    """So the time of a load grows with the length of a session, not with its square."""
+    chat, messages = ChatFormatter(model_folder(tmp_path / "m", template)), long_chat(400)
+    rendered, render = [], chat._template.render
+    monkeypatch.setattr(
+        chat._template, "render", lambda given, **more: rendered.append(len(given)) or render(given, **more)
+    )
+    ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"][-60:]
+    for end in ends:
+        chat.prompt_end(Chat(messages[:end]))
+        chat.reply_text(Chat(messages[:end]), messages[end])
+    assert len(rendered) <= 4 * len(ends)
+    assert max(rendered) < 60 < len(messages) / 10
 
 
 @pytest.mark.parametrize("template", [None, "{% nonsense %}", "{{"])

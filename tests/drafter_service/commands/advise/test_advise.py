@@ -213,14 +213,14 @@ def test_logs_without_outputs_are_refused_with_the_formats_that_work(tmp_path, p
 def test_odd_logs_are_described(tmp_path, profile, monkeypatch):
     requests = repeated_requests(6)
     log = write_log(tmp_path / "log.jsonl", requests, created=[5, 4, 3, 2, 1, 0])
-    lines = log.read_text().replace('"r1"', '"r0"').splitlines()
-    log.write_text("\n".join([*lines, "not JSON"]))
+    lines = log.read_text().replace('"r0"', '"request-0"').splitlines()
+    log.write_text("\n".join([*lines, lines[0], "not JSON"]))
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     result = run("--from", log, "--cost-profile", profile, "--concurrency", 2)
     assert result.exit_code == 0, result.output
     assert sorted(tmp_path.iterdir()) == before, "a file was written that no option names"
-    for words in ("could not be read: 1: not JSON (", "sorted by time: 5", "ids should be unique: 1"):
+    for words in ("could not be read: 1: not JSON (", "sorted by time: 5", "of an earlier one: 1"):
         assert words in " ".join(result.output.split())
 
 
