@@ -35,7 +35,7 @@ from ssd.sequences.tables import (
     Sequences,
 )
 from ssd.stats import Stats, VersionTotals
-from ssd.types import PROPOSE_ID, DraftBatch, Drafter, Progress, check_sequence_id
+from ssd.types import PROPOSE_ID, DraftBatch, Drafter, Progress, check_seed, check_sequence_id
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,7 @@ class CorpusDrafter(Drafter):
         """
         if session_id is not PROPOSE_SESSION:
             check_sequence_id(sequence_id)
-        if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-            raise ValueError(f"a seed must be -2^63 to 2^63 - 1, not {seed}")
+        check_seed(seed)
         self.running.check_is_new(sequence_id)
         hinted = 0 if hints is None else len(hints)
         prompt = prompt if hints is None else np.concatenate([hints, prompt])

@@ -35,6 +35,12 @@ def check_sequence_id(sequence_id: int) -> None:
         raise ValueError(f"a sequence id must be 0 to {PROPOSE_ID - 1}, not {sequence_id}")
 
 
+def check_seed(seed: int | None) -> None:
+    """Raise ValueError for a seed outside -2^63 to 2^63 - 1; None: there is no seed."""
+    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+        raise ValueError(f"a seed must be -2^63 to 2^63 - 1, not {seed}")
+
+
 class Source(IntEnum):
     """Origin of a draft token."""
 

@@ -16,7 +16,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DraftShape
 from ssd.corpus.ring import MAX_TOKEN_ID, any_of, check_tokens, has_invalid_token
 from ssd.corpus.rollout import Rollout
-from ssd.types import ROOT, DraftBatch, Progress, StepTime
+from ssd.types import ROOT, DraftBatch, Progress, StepTime, check_seed
 
 PROTOCOL = 3
 """Version of the protocol, sent in the handshake."""
@@ -143,9 +143,10 @@ def start_message(
 ) -> pb.Start:
     """Return the start of a sequence, without an id; prompt: uint32 [P], hints: uint32 [H].
 
-    vocab_size: 0 if it is not known. Raises ValueError for a token id that is reserved or outside the vocabulary, and
-    for a name that is too long.
+    vocab_size: 0 if it is not known. Raises ValueError for a token id that is reserved or outside the vocabulary, for a
+    name that is too long, and as `check_seed`.
     """
+    check_seed(seed)
     for tokens in (prompt, *([] if hints is None else [hints])):
         check_tokens(tokens, vocab_size)
     for what, name in (("session_id", session_id), ("request_id", request_id)):
